@@ -1,0 +1,1 @@
+"""The specification in plain torch, one subject per file. Slow, and readable on purpose."""

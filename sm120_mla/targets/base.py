@@ -1,0 +1,109 @@
+"""The Target protocol and how a target is found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..device import Capability
+from ..errors import ArgumentError, UnavailableError
+from ..graphs import Graph
+from ..kernels.spec import CompileSpec
+from ..layout import PageLayout
+
+__all__ = ["Support", "Target", "resolve"]
+
+ENTRY_POINTS = "sm120_mla.targets"
+
+
+@dataclass(frozen=True)
+class Support:
+    """Yes, or no with a reason. A target that says no is judged unknown, never held."""
+
+    yes: bool
+    reason: str = ""
+
+    @classmethod
+    def no(cls, reason: str) -> Support:
+        """A refusal."""
+        return cls(False, reason)
+
+    def __bool__(self) -> bool:
+        return self.yes
+
+
+@runtime_checkable
+class Target(Protocol):
+    """One implementation. Methods raise whatever the implementation raises."""
+
+    name: str
+
+    def supports(self, case: Any, capability: Capability | None) -> Support:
+        """Whether the case is one this target claims to serve."""
+
+    def split(
+        self,
+        pool: torch.Tensor,
+        page_size: int,
+        indices: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        *,
+        layout: PageLayout,
+        scope: str = "",
+    ) -> torch.Tensor:
+        """The split pool, ``[sub_pages, 64, 1, bytes_per_token]``; its storage is the whole destination."""
+
+    def reserve_split(
+        self, pool: torch.Tensor, page_size: int, *, layout: PageLayout, scope: str = ""
+    ) -> bool:
+        """Allocate ahead of a capture what ``split`` will need; False where the target has no such call."""
+
+    def persistent(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor that outlives a call, by name."""
+
+    def reset(self) -> None:
+        """As a new process: forget every persistent tensor."""
+
+    def capture(self, fn: Callable[[], Any]) -> Graph:
+        """Capture ``fn`` as the target's engine would."""
+
+    def second_device(self) -> AbstractContextManager[None] | None:
+        """Within it, tensors count as being on another device; None where that cannot be pretended."""
+
+    def compile_specs(self) -> tuple[CompileSpec, ...]:
+        """Launch configurations to be compiled for sm_120 and sm_121; empty where there are none."""
+
+    def compile_origin(self) -> tuple[str, str | None]:
+        """Package that ``compile_specs`` names modules of, and a folder to find it in (None: installed)."""
+
+
+def resolve(name: str) -> Target:
+    """The target called ``name``: ``own``, an entry point of ``sm120_mla.targets``, or ``module:attr``.
+
+    Raises ``ArgumentError`` for an unknown name and ``UnavailableError`` for one that fails to load.
+    """
+    if name == "own":
+        from .own import OwnTarget
+
+        return OwnTarget()
+    known = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    prefix = name.split(":", 1)[0]
+    try:
+        if prefix in known:
+            factory = known[prefix].load()
+            return factory(name.partition(":")[2])  # type: ignore[no-any-return]
+        if ":" in name:
+            module, attribute = name.split(":", 1)
+            return getattr(importlib.import_module(module), attribute)()  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as error:
+        raise UnavailableError(
+            f"target {name}", f"{type(error).__name__}: {error}", "Check the name and its imports."
+        ) from error
+    names = ", ".join(["own", *known, "module:attr"])
+    raise ArgumentError("target", repr(name), f"one of {names}", "Correct --target.")

@@ -1,0 +1,162 @@
+"""This package as a target, whole or with a fault put into a copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..device import Capability
+from ..errors import ArgumentError
+from ..graphs import Graph
+from ..kernels.spec import CompileSpec
+from ..layout import PageLayout
+from .base import Support
+
+__all__ = ["OwnTarget", "Patch", "patched"]
+
+_PACKAGE = __name__.split(".", 1)[0]
+_PRODUCT_FILES = ("*.py", "kernels", "reference")
+_KERNEL_MODULES = ("kernels.page_split",)
+
+
+class OwnTarget:
+    """The kernel stack of this package, through its public functions."""
+
+    def __init__(self, package: str = _PACKAGE, name: str = "own", folder: str | None = None) -> None:
+        self.name = name
+        self._package, self._folder = package, folder
+        self._buffers = self._module("buffers").PersistentBuffers()
+
+    def _module(self, name: str) -> ModuleType:
+        return importlib.import_module(f"{self._package}.{name}")
+
+    def _layout(self, layout: PageLayout) -> Any:
+        return self._module("layout").by_name(layout.name)
+
+    def supports(self, case: Any, capability: Capability | None) -> Support:
+        """Everything the frame can draw."""
+        return Support(True)
+
+    def split(
+        self,
+        pool: torch.Tensor,
+        page_size: int,
+        indices: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        *,
+        layout: PageLayout,
+        scope: str = "",
+    ) -> torch.Tensor:
+        """``split_pages`` with values unchecked: the defined result of any value is what is judged."""
+        split = self._module("pages").split_pages(
+            pool,
+            page_size,
+            indices,
+            topk_length=lengths,
+            layout=self._layout(layout),
+            buffers=self._buffers,
+            scope=scope,
+            validate="metadata",
+        )
+        return split.tensor  # type: ignore[no-any-return]
+
+    def reserve_split(
+        self, pool: torch.Tensor, page_size: int, *, layout: PageLayout, scope: str = ""
+    ) -> bool:
+        """``reserve_split``."""
+        self._module("pages").reserve_split(
+            pool, page_size, layout=self._layout(layout), buffers=self._buffers, scope=scope
+        )
+        return True
+
+    def persistent(self) -> Mapping[str, torch.Tensor]:
+        """The registry's tensors."""
+        return self._buffers.tensors()  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """A new registry, as in a new process."""
+        self._buffers = self._module("buffers").PersistentBuffers()
+
+    def capture(self, fn: Callable[[], Any]) -> Graph:
+        """``graphs.capture``."""
+        return self._module("graphs").capture(fn)  # type: ignore[no-any-return]
+
+    def second_device(self) -> AbstractContextManager[None]:
+        """Pretends another device key."""
+        return self._module("device").pretend_device_key("pretended:1")  # type: ignore[no-any-return]
+
+    def compile_specs(self) -> tuple[CompileSpec, ...]:
+        """Every launch configuration of every kernel module."""
+        return tuple(spec for name in _KERNEL_MODULES for spec in self._module(name).compile_specs())
+
+    def compile_origin(self) -> tuple[str, str | None]:
+        """This package, or the folder of the patched copy."""
+        return self._package, self._folder
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Replace ``old`` by ``new`` in ``file`` (relative to the package); ``old`` must occur exactly once."""
+
+    file: str
+    old: str
+    new: str
+
+
+_serial = 0
+
+
+@contextlib.contextmanager
+def patched(patches: Sequence[Patch], name: str) -> Iterator[OwnTarget]:
+    """A target made from a copy of this package with ``patches`` applied: where faults are put.
+
+    The copy lives in a temporary folder under a package name of its own, so both can run in one process.
+    Raises ``ArgumentError`` where a patch does not match exactly once.
+    """
+    global _serial
+    _serial += 1
+    package = f"{_PACKAGE}_patched_{_serial}"
+    here = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory(prefix="sm120-mla-") as folder:
+        copy = Path(folder) / package
+        copy.mkdir()
+        for pattern in _PRODUCT_FILES:
+            for source in here.glob(pattern):
+                if source.is_dir():
+                    shutil.copytree(source, copy / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(source, copy / source.name)
+        for patch in patches:
+            _apply(copy / patch.file, patch)
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            yield OwnTarget(package, name, folder)
+        finally:
+            sys.path.remove(folder)
+            for module in [m for m in sys.modules if m == package or m.startswith(package + ".")]:
+                del sys.modules[module]
+
+
+def _apply(path: Path, patch: Patch) -> None:
+    text = path.read_text(encoding="utf-8")
+    found = text.count(patch.old)
+    if found != 1:
+        raise ArgumentError(
+            "patch",
+            f"{patch.file}: {patch.old.strip().splitlines()[0]!r} found {found} times",
+            "exactly one occurrence",
+            "Bring the fault in step with the source.",
+        )
+    path.write_text(text.replace(patch.old, patch.new), encoding="utf-8")

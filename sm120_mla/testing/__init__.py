@@ -1,0 +1,1 @@
+"""What the suite is made of: strategies, invariants, guards, faults. Sees kernels through a target only."""

@@ -1,0 +1,139 @@
+"""BUF: what outlives a call stays ordinary, writable, owned, and apart where it must be."""
+
+from __future__ import annotations
+
+from ...case import OrderCase
+from ...targets.base import Target
+from ..orderings import INPLACE_ERROR, Note, OrderLog, run_order
+from ..verdict import HOLDS, TargetRaised, Verdict, invariant, unknown, violated
+
+_ANYWHERE = ("reference", "cuda", "sm120")
+_GUARD_REMEDY = (
+    "remedy: allocate it under torch.inference_mode(False), or before anything runs in inference mode"
+)
+
+
+def _log(target: Target, case: OrderCase) -> OrderLog:
+    return run_order(target, case)
+
+
+def _rest(log: OrderLog) -> Verdict:
+    """The verdict where a boot shows no violation: unknown if it ended early for another reason."""
+    if log.error is None:
+        return HOLDS
+    return unknown(f"the boot ended early: {log.program(len(log.notes) - 1)}: {log.error}")
+
+
+def _where(log: OrderLog, note: Note) -> str:
+    return f"order: {log.program(note.number)}"
+
+
+@invariant(
+    "BUF-GUARD",
+    "after any order of first touches, no persistent buffer is an inference tensor; checked over the "
+    "registry, not by name",
+    origin="reports A01-A04: one of two buffers lost its inference_mode(False) guard",
+    where=_ANYWHERE,
+    cases=("order",),
+)
+def buf_guard(target: Target, case: OrderCase) -> Verdict:
+    """The flag of every registered tensor after every step."""
+    log = _log(target, case)
+    for note in log.notes:
+        if note.inference:
+            return violated(
+                f"buffer {note.inference[0]} is an inference tensor after step {note.number} ({note.step.do})",
+                f"{_where(log, note)}\n"
+                f"inference tensors: {', '.join(note.inference)}; latent until torch writes one outside "
+                f"inference mode\n{_GUARD_REMEDY}",
+            )
+    return _rest(log)
+
+
+@invariant(
+    "BUF-WRITABLE",
+    "a torch-level in-place write to any persistent buffer succeeds outside inference mode",
+    origin="reports A01, A03: graph capture aborts at mask.zero_()",
+    where=_ANYWHERE,
+    cases=("order",),
+)
+def buf_writable(target: Target, case: OrderCase) -> Verdict:
+    """Ask with an empty slice after every step, and note what the target's own writes met."""
+    log = _log(target, case)
+    for note in log.notes:
+        if note.error is not None and INPLACE_ERROR in str(note.error):
+            return violated(
+                f"step {note.number} ({note.step.do}) aborts: a torch-level write met an inference tensor",
+                f"{_where(log, note)}\n{str(note.error).split('.')[0]}\n"
+                f"inference tensors: {', '.join(note.inference) or 'none left'}\n{_GUARD_REMEDY}",
+            )
+        if note.unwritable:
+            name, error = note.unwritable[0]
+            return violated(
+                f"buffer {name} refuses a torch-level write after step {note.number} ({note.step.do})",
+                f"{_where(log, note)}\n{error}\n{_GUARD_REMEDY}",
+            )
+    if log.error is not None:
+        raise TargetRaised(f"order {log.program(len(log.notes) - 1)}", log.error)
+    return HOLDS
+
+
+@invariant(
+    "BUF-ADDRESS",
+    "an address a graph recorded stays valid and owned for as long as the graph lives, and a replay writes "
+    "there, through any later growth",
+    origin="reports A08, A11 and DESIGN section 5: growth after a capture frees memory a graph still writes",
+    where=_ANYWHERE,
+    cases=("order",),
+)
+def buf_address(target: Target, case: OrderCase) -> Verdict:
+    """Whether anything a live graph recorded has been freed, and whether replays give right bytes."""
+    log = _log(target, case)
+    for note in log.notes:
+        if note.freed:
+            return violated(
+                f"{note.freed[0]} was freed at step {note.number} ({note.step.do})",
+                f"{_where(log, note)}\nremedy: keep a superseded buffer alive while a graph may hold its address",
+            )
+        if note.error is not None and type(note.error).__name__ == "StaleAddressError":
+            return violated(f"replay at step {note.number} reached freed memory", str(note.error))
+        if note.step.do == "replay" and note.wrong:
+            return violated(f"the replay at step {note.number} left wrong bytes", f"{_where(log, note)}\n{note.wrong}")
+    return _rest(log)
+
+
+@invariant(
+    "BUF-CAPTURE",
+    "no persistent allocation during capture: reserved before, or a clear error",
+    origin="reports A07, A09, A10; UPSTREAM section 5.1 steps 3-6",
+    where=_ANYWHERE,
+    cases=("order",),
+)
+def buf_capture(target: Target, case: OrderCase) -> Verdict:
+    """Compare the registry before and after each capture."""
+    log = _log(target, case)
+    for note in log.notes:
+        if note.allocated_in_capture:
+            return violated(
+                f"buffer {note.allocated_in_capture[0]} was allocated during the capture of step {note.number}",
+                f"{_where(log, note)}\nallocated: {', '.join(note.allocated_in_capture)}\n"
+                "remedy: reserve it before the capture, or refuse with what to reserve",
+            )
+    return _rest(log)
+
+
+@invariant(
+    "BUF-KEY",
+    "layers, pools and streams of one device that run in order share a buffer of one layout; two devices, two "
+    "layouts or two caller-given scopes never do",
+    origin="report A09 and DESIGN section 5: one key shared by two devices or two streams",
+    where=_ANYWHERE,
+    cases=("order",),
+)
+def buf_key(target: Target, case: OrderCase) -> Verdict:
+    """The memory behind each key, after every split."""
+    log = _log(target, case)
+    for note in log.notes:
+        if note.shared:
+            return violated(f"{note.shared[0]} at step {note.number} ({note.step.do})", _where(log, note))
+    return _rest(log)

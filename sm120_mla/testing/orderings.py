@@ -1,0 +1,348 @@
+"""Boots: run the steps of an order on a target, and note after every step what the invariants ask about.
+
+The executor judges nothing. It notes the inference flag and the writability of every persistent tensor,
+what graphs hold, what was allocated inside a capture, and whether split bytes were right.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..case import IndexSpec, OrderCase, Step
+from ..graphs import Graph
+from ..layout import DSV4, DSV41_FOOTER, SUB_PAGE, PageLayout
+from ..reference import split as reference
+from ..targets.base import Target
+from .compare import compare_sub_pages
+from .derive import Pool, indices_of, make_pool
+from .guards import noise
+from .observe import frame_of, last_only
+
+__all__ = ["Note", "OrderLog", "run_order"]
+
+INPLACE_ERROR = "Inplace update to inference tensor"
+"""How torch's message begins when a torch-level write meets an inference tensor outside its mode."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was seen after one step."""
+
+    number: int
+    step: Step
+    inference: tuple[str, ...] = ()
+    """Persistent tensors that are inference tensors."""
+    unwritable: tuple[tuple[str, str], ...] = ()
+    """(name, error) of persistent tensors that refuse a torch-level write."""
+    freed: tuple[str, ...] = ()
+    """What a live graph recorded and nobody owns any more."""
+    allocated_in_capture: tuple[str, ...] = ()
+    """Persistent tensors that came into being, or moved, during a capture."""
+    shared: tuple[str, ...] = ()
+    """Memory used under two keys that must not share, or not shared under one key."""
+    wrong: str = ""
+    """What was wrong with the bytes of a split or a replay."""
+    refused: str = ""
+    """A typed refusal to allocate during capture."""
+    error: BaseException | None = None
+    """What the target raised otherwise; the boot ends there."""
+
+
+@dataclass
+class OrderLog:
+    """The notes of one boot, in order."""
+
+    case: OrderCase
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the boot, if something did."""
+        return self.notes[-1].error if self.notes else None
+
+    def program(self, upto: int) -> str:
+        """The steps up to one, as a program."""
+        lines = []
+        for note in self.notes[: upto + 1]:
+            mode = " under inference_mode" if note.step.inference else ""
+            lines.append(f"{note.step.do}({note.step.arg}){mode}")
+        return "; ".join(lines)
+
+
+@dataclass
+class _Captured:
+    graph: Graph
+    pool: Pool
+    indices: torch.Tensor
+    spec: IndexSpec
+    destination: StorageWeakRef
+    view: tuple[int, int]
+    """Byte offset and row stride of the destination."""
+
+
+class _Boot:
+    def __init__(self, target: Target, case: OrderCase) -> None:
+        self.target, self.case = target, case
+        self.pool: Pool | None = None
+        self.graphs: list[_Captured] = []
+        self.keys: dict[str, tuple[int, int]] = {}  # key -> (storage address, rows)
+        self.serial = 0
+        self.addresses: dict[str, int] = {}  # of persistent tensors, at the last probe
+
+    def loaded(self) -> Pool:
+        if self.pool is None:
+            self.pool = self._make(2)
+        return self.pool
+
+    def _make(self, pages: int, layout: PageLayout = DSV4) -> Pool:
+        self.serial += 1
+        with torch.inference_mode(False):  # the pool is the engine's, made when it loads
+            return make_pool(layout, self.case.page_size, pages, seed=self.case.seed + self.serial)
+
+    def spec(self, arg: int) -> IndexSpec:
+        return IndexSpec(rows=2, width=5, kinds=("valid", "minus_one"), seed=arg + self.case.seed)
+
+    def indices(self, pool: Pool, arg: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return indices_of(self.spec(arg), pool.geometry.tokens, self.case.page_size)
+
+    def split(self, pool: Pool, indices: torch.Tensor | None, scope: str = "") -> torch.Tensor:
+        return self.target.split(
+            pool.view, self.case.page_size, indices, None, layout=pool.geometry.layout, scope=scope
+        )
+
+    def check(self, pool: Pool, indices: torch.Tensor | None, rows: torch.Tensor) -> str:
+        """Wrong bytes of touched sub-pages, or "". ``rows`` is the destination, ``[n, stride]``."""
+        geometry, plain = pool.geometry, pool.bytes.cpu()
+        if indices is None:
+            touched = set(range(geometry.sub_pages))
+        else:
+            touched = reference.touched_sub_pages(indices.cpu(), None, geometry.pages, geometry.page_size)
+        want = reference.split(plain, geometry)
+        diff = compare_sub_pages(geometry.layout, geometry.page_size, rows.cpu(), want, touched)
+        return "" if diff is None else str(diff)
+
+    def keyed(self, key: str, result: torch.Tensor) -> tuple[str, ...]:
+        """Complaints about what memory this key uses, against what the others use."""
+        address = result.untyped_storage().data_ptr()
+        rows = result.untyped_storage().nbytes()
+        complaints = [
+            f"{key} uses the memory of {other}"
+            for other, (taken, _) in self.keys.items()
+            if other != key and taken == address
+        ]
+        mine = self.keys.get(key)
+        if mine is not None and mine[0] != address and mine[1] >= rows and mine[1] >= result.shape[0]:
+            complaints.append(f"{key} moved to other memory without growing")
+        self.keys[key] = (address, rows)
+        return tuple(complaints)
+
+
+@last_only
+def run_order(target: Target, case: OrderCase) -> OrderLog:
+    """Boot the target along ``case.steps``; stops after a step in which it raises."""
+    target.reset()
+    boot, log = _Boot(target, case), OrderLog(case)
+    try:
+        for number, step in enumerate(case.steps):
+            seen: dict[str, Any] = {}
+            try:
+                with torch.inference_mode(step.inference):
+                    seen = _STEPS[step.do](boot, step)
+            except Exception as error:
+                if type(error).__name__ == "GrowthDuringCaptureError":
+                    seen = {"refused": str(error)}
+                else:
+                    seen = {"error": error}
+            log.notes.append(Note(number, step, **(_probe(boot) | seen)))
+            if log.error is not None:
+                break
+    finally:
+        for held in boot.graphs:
+            held.graph.drop()
+    return log
+
+
+def _probe(boot: _Boot) -> dict[str, Any]:
+    """What is asked of every persistent tensor and every live graph, changing no byte."""
+    tensors = dict(boot.target.persistent())
+    unwritable = []
+    for name, tensor in tensors.items():
+        try:
+            with torch.inference_mode(False):
+                tensor[:0].zero_()
+        except RuntimeError as error:
+            unwritable.append((name, str(error).split(".")[0]))
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    if boot.graphs and addresses != boot.addresses:
+        _collect()
+    boot.addresses = addresses
+    freed = []
+    for n, held in enumerate(boot.graphs):
+        if held.destination.expired():
+            freed.append(f"the split destination of graph {n}")
+        freed += [
+            f"{a.nbytes:,} bytes that {a.step} of graph {n} recorded"
+            for a in held.graph.addresses() or ()
+            if not a.alive
+        ]
+    return {
+        "inference": tuple(name for name, tensor in tensors.items() if tensor.is_inference()),
+        "unwritable": tuple(unwritable),
+        "freed": tuple(freed),
+    }
+
+
+_frozen = False
+
+
+def _collect() -> None:
+    """Break the reference cycles in which the interpreter leaves the storages of a launch.
+
+    Only then does freed memory count as freed. What exists at the first call is set aside (``gc.freeze``),
+    so that later collections look at this boot's objects only.
+    """
+    global _frozen
+    gc.collect()
+    if not _frozen:
+        _frozen = True
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # what is frozen at exit would be reported as leaked
+
+
+def _load(boot: _Boot, step: Step) -> dict[str, Any]:
+    boot.pool = boot._make(1 + step.arg % 4)
+    return {}
+
+
+def _split(boot: _Boot, step: Step) -> dict[str, Any]:
+    pool = boot.loaded()
+    indices = boot.indices(pool, step.arg)
+    result = boot.split(pool, indices)
+    rows = frame_of(result).rows()
+    return {"wrong": boot.check(pool, indices, rows), "shared": boot.keyed("the first scope", result)}
+
+
+def _grow(boot: _Boot, step: Step) -> dict[str, Any]:
+    pages = boot.loaded().geometry.pages + 1 + step.arg % 3
+    boot.pool = boot._make(pages)
+    return _split(boot, step)
+
+
+def _torch_write(boot: _Boot, step: Step) -> dict[str, Any]:
+    for tensor in boot.target.persistent().values():
+        tensor[:0].zero_()
+    return {}
+
+
+def _reserve(boot: _Boot, step: Step) -> dict[str, Any]:
+    pool = boot.loaded()
+    boot.target.reserve_split(pool.view, boot.case.page_size, layout=pool.geometry.layout)
+    return {}
+
+
+def _capture(boot: _Boot, step: Step) -> dict[str, Any]:
+    pool = boot.loaded()
+    indices = boot.indices(pool, step.arg)
+    before = {name: t.data_ptr() for name, t in boot.target.persistent().items()}
+    made: list[tuple[StorageWeakRef, tuple[int, int]]] = []
+
+    def work() -> None:
+        result = boot.split(pool, indices)
+        frame = frame_of(result)
+        made.append((StorageWeakRef(result.untyped_storage()), (frame.start, frame.stride)))
+
+    graph = boot.target.capture(work)
+    after = boot.target.persistent()
+    moved = tuple(name for name, t in after.items() if before.get(name) != t.data_ptr() and t.numel())
+    weak, view = made[-1]
+    boot.graphs.append(_Captured(graph, pool, indices, boot.spec(step.arg), weak, view))
+    return {"allocated_in_capture": moved}
+
+
+def _replay(boot: _Boot, step: Step) -> dict[str, Any]:
+    if not boot.graphs:
+        return {}
+    held = boot.graphs[step.arg % len(boot.graphs)]
+    storage = torch.UntypedStorage._new_with_weak_ptr(held.destination.cdata)
+    if storage is None:
+        return {}  # the probe says so; replaying would write into freed memory
+    boot.serial += 1
+    pool = held.pool
+    pool.bytes.copy_(noise(pool.bytes.numel(), boot.case.seed + boot.serial, pool.bytes.device).view(pool.bytes.shape))
+    spec = held.spec.model_copy(update={"seed": step.arg + boot.serial})
+    held.indices.copy_(indices_of(spec, pool.geometry.tokens, boot.case.page_size))
+    raw = torch.empty(0, dtype=torch.uint8, device=pool.bytes.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+    start, stride = held.view
+    count = (raw.numel() - start) // stride
+    rows = raw[start : start + count * stride].view(count, stride)
+    rows[:, : SUB_PAGE * pool.geometry.layout.bytes_per_token] = 0
+    held.graph.replay()
+    return {"wrong": boot.check(pool, held.indices, rows)}
+
+
+def _drop_graph(boot: _Boot, step: Step) -> dict[str, Any]:
+    if boot.graphs:
+        boot.graphs.pop(step.arg % len(boot.graphs)).graph.drop()
+    return {}
+
+
+def _second(key: str, layout: PageLayout = DSV4, scope: str = "") -> Callable[[_Boot, Step], dict[str, Any]]:
+    def step_(boot: _Boot, step: Step) -> dict[str, Any]:
+        pool = boot._make(1 + step.arg % 2, layout)
+        pretend: Any = contextlib.nullcontext()
+        if key == "the second device":
+            pretend = boot.target.second_device()
+            if pretend is None:
+                return {}
+        with pretend:
+            if not boot.target.supports(_OfLayout(layout.name), None):
+                return {}
+            indices = boot.indices(pool, step.arg)
+            result = boot.split(pool, indices, scope)
+            rows = frame_of(result).rows()
+            return {"wrong": boot.check(pool, indices, rows), "shared": boot.keyed(key, result)}
+
+    return step_
+
+
+@dataclass(frozen=True)
+class _OfLayout:
+    layout: str
+    kind: str = "split"
+
+
+def _restart(boot: _Boot, step: Step) -> dict[str, Any]:
+    for held in boot.graphs:
+        held.graph.drop()
+    boot.graphs.clear()
+    boot.keys.clear()
+    boot.target.reset()
+    return {}
+
+
+_STEPS: dict[str, Callable[[_Boot, Step], dict[str, Any]]] = {
+    "load": _load,
+    "split": _split,
+    "warm_up": _split,
+    "torch_write": _torch_write,
+    "reserve": _reserve,
+    "capture": _capture,
+    "replay": _replay,
+    "grow": _grow,
+    "drop_graph": _drop_graph,
+    "second_device": _second("the second device"),
+    "second_layout": _second("the second layout", DSV41_FOOTER),
+    "second_scope": _second("the second scope", scope="second"),
+    "restart": _restart,
+}

@@ -1,0 +1,128 @@
+"""Hypothesis strategies: they draw Cases, dozens of integers each. Tensors are derived later."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ..case import (
+    ENTRY_KINDS,
+    LENGTH_KINDS,
+    IndexSpec,
+    Offset64Case,
+    OrderCase,
+    SplitCase,
+    Step,
+)
+from ..layout import LAYOUTS, by_name
+
+__all__ = [
+    "index_specs",
+    "offset64_cases",
+    "orders",
+    "split_cases",
+    "steps",
+    "widths",
+]
+
+SEEDS = st.integers(0, 2**16)
+NAMED_WIDTHS = (64, 128, 192, 256, 512, 1024, 2048)
+PAGE_SIZES = (256, 128, 64, 192, 320, 512, 576, 1024)
+INTERLEAVED = (1_039_680, 1_077_120, 1_308_672)
+"""Page strides in bytes of pools that interleave layers (DESIGN section 3)."""
+
+
+def widths() -> st.SearchStrategy[int]:
+    """Top-k widths: small ones, the widths kernels are built for, each also one less and one more."""
+    named = st.sampled_from(NAMED_WIDTHS)
+    near = st.builds(lambda width, by: width + by, named, st.sampled_from((-1, 0, 1)))
+    return st.one_of(st.integers(0, 9), near, st.integers(0, 300))
+
+
+@st.composite
+def index_specs(draw: st.DrawFn, most_entries: int = 4200) -> IndexSpec:
+    """Index rows of any width, as few rows as keep the interpreter quick."""
+    width = draw(widths())
+    rows = draw(st.integers(0, max(1, min(70, most_entries // max(width, 1)))))
+    dtype = draw(st.sampled_from(("int32", "int64")))
+    allowed = [k for k in ENTRY_KINDS if k != "wide" or dtype == "int64"]
+    kinds = draw(st.lists(st.sampled_from(allowed), max_size=4, unique=True))
+    return IndexSpec(
+        rows=rows,
+        width=width,
+        kinds=tuple(kinds),
+        rank=draw(st.sampled_from((2, 3))),
+        dtype=dtype,
+        row_gap=draw(st.sampled_from((0, 0, 1, 3, 64))),
+        lengths=draw(st.sampled_from(LENGTH_KINDS)),
+        length_dtype=draw(st.sampled_from(("int32", "int64"))),
+        length_rank=draw(st.sampled_from((1, 2))),
+        seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def split_cases(draw: st.DrawFn, with_indices: bool | None = None) -> SplitCase:
+    """Pools of any page size, stride, offset, rank and dtype, and one to three calls on them."""
+    layout = by_name(draw(st.sampled_from([row.name for row in LAYOUTS] + ["dsv4"] * 5)))
+    page_size = draw(st.sampled_from(PAGE_SIZES))
+    payload = layout.payload(page_size)
+    gap = draw(
+        st.one_of(
+            st.just(0),
+            st.just(layout.default_stride(page_size) - payload),
+            st.sampled_from([s - payload for s in INTERLEAVED if s > payload]),
+            st.integers(0, 700),
+        )
+    )
+    calls: st.SearchStrategy[IndexSpec | None] = index_specs()
+    if with_indices is None:
+        calls = st.one_of(st.none(), calls)
+    elif not with_indices:
+        calls = st.none()
+    most = 6 if page_size <= 256 else 3
+    return SplitCase(
+        layout=layout.name,
+        page_size=page_size,
+        pages=draw(st.integers(0, most)),
+        stride_gap=gap,
+        offset=draw(st.one_of(st.just(0), st.sampled_from((1, 2, 4, 8, 16, 576)), st.integers(0, 99))),
+        view=draw(st.sampled_from(("2d", "3d", "nhd", "hnd"))),
+        dtype=draw(st.sampled_from(("uint8", "float8_e4m3fn"))),
+        calls=tuple(draw(st.lists(calls, min_size=1, max_size=3))),
+        seed=draw(SEEDS),
+    )
+
+
+def offset64_cases() -> st.SearchStrategy[Offset64Case]:
+    """Page sizes and strides for which pages straddle 2^31 and 2^32 bytes; touched pages only."""
+    return st.builds(
+        Offset64Case,
+        page_size=st.sampled_from((256, 128, 512)),
+        page_stride=st.sampled_from((299_520, 1_308_672, 1_077_120, 512 * 584)),
+        boundary_bits=st.sampled_from((31, 32)),
+        seed=SEEDS,
+    )
+
+
+def steps() -> st.SearchStrategy[Step]:
+    """One step of a boot; only steps that run work have a mode."""
+    modal = st.sampled_from(("split", "warm_up", "grow", "second_device", "second_layout", "second_scope"))
+    plain = st.sampled_from(
+        ("load", "torch_write", "reserve", "capture", "replay", "drop_graph", "restart", "split")
+    )
+    arg = st.integers(0, 40)
+    return st.one_of(
+        st.builds(Step, do=modal, inference=st.booleans(), arg=arg),
+        st.builds(Step, do=plain, arg=arg),
+        st.builds(Step, do=st.sampled_from(("reserve", "capture", "replay", "grow")), arg=arg),
+    )
+
+
+def orders(max_steps: int = 9) -> st.SearchStrategy[OrderCase]:
+    """Boots in any order."""
+    return st.builds(
+        OrderCase,
+        page_size=st.sampled_from((128, 192, 256)),
+        steps=st.lists(steps(), min_size=1, max_size=max_steps).map(tuple),
+        seed=SEEDS,
+    )

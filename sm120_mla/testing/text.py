@@ -1,0 +1,54 @@
+"""The text of a violation: what is violated, on what, where, got and want, and how to see it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import device
+from ..case import Offset64Case, OrderCase, SplitCase, SubjectCase
+from ..layout import SUB_PAGE, PageLayout, by_name
+from ..targets.base import Target
+from .verdict import Invariant, Verdict
+
+__all__ = ["about", "how", "render"]
+
+
+def how() -> str:
+    """What ran the kernels: ``interpreter``, or the mode and the GPU's capability."""
+    mode = device.mode()
+    if mode == "reference":
+        return "interpreter"
+    capability = device.capability()
+    return mode if capability is None else f"{mode}, sm_{capability[0]}{capability[1]}"
+
+
+def about(case: Any) -> str:
+    """The case in half a line: its layout and sizes in tokens and bytes, or what it names."""
+    if isinstance(case, SplitCase):
+        return _layout(case.page_layout, case.page_size)
+    if isinstance(case, Offset64Case):
+        where = f"page stride {case.page_stride:,} B, about 2^{case.boundary_bits} B"
+        return f"{_layout(by_name(case.layout), case.page_size)}, {where}"
+    if isinstance(case, OrderCase):
+        return f"boot {case.name or 'drawn'}: {len(case.steps)} steps, pages of {case.page_size} tokens"
+    if isinstance(case, SubjectCase):
+        return f"subject {case.subject}"
+    return f"case of kind {case.kind}"
+
+
+def _layout(layout: PageLayout, page_size: int) -> str:
+    sizes = f"{page_size} -> {SUB_PAGE} tokens" if page_size != SUB_PAGE else f"{SUB_PAGE} tokens"
+    return f"layout {layout.name}: {sizes}, {layout.bytes_per_token} B/token"
+
+
+def render(inv: Invariant, verdict: Verdict, target: Target, case: Any, path: str) -> str:
+    """The message of a violation. ``path`` is where its case file is, or will be."""
+    backend = getattr(target, "backend", "")
+    name = f"{target.name}/{backend}" if backend else target.name
+    body = [verdict.headline, *verdict.details.splitlines()]
+    lines = [
+        f"target {name} ({how()})      {about(case)}",
+        *(line.rstrip() for line in body if line.strip()),
+        f"replay: sm120-mla replay {path} --target {target.name}",
+    ]
+    return "\n  ".join([f"{inv.id} violated: {inv.statement}", *lines])
