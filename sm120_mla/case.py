@@ -169,6 +169,9 @@ class OrderCase(_Frozen):
     kind: Literal["order"] = "order"
     name: str = ""
     page_size: int = 128
+    rows: int = Field(default=2, ge=1, le=64)
+    """Index rows of every split; more than 1,024 entries in all take the kernel that keeps marks."""
+    width: int = Field(default=5, ge=1, le=2048)
     steps: tuple[Step, ...] = ()
     seed: int = 0
 

@@ -99,10 +99,12 @@ def suite(
 ) -> Iterator[Run]:
     """Runs pytest on a test file in this process; what it changes for good in Hypothesis is put back."""
     monkeypatch.setattr(verdict, "_registry", dict(verdict._registry))
+    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "TRITON_DEFAULT_FP_FUSION", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what a run sets is taken back
+        monkeypatch.delenv(name)
+    for name in ("SM120_MLA_PROFILE", "CI", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SM120_MLA_MODE", "reference")
-    monkeypatch.delenv("SM120_MLA_PROFILE", raising=False)
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
     pytester.syspathinsert()
     pytester.makeini("[pytest]\nsm120_mla_suite = true\naddopts = --strict-markers\n")

@@ -45,7 +45,8 @@ def make_pool(
     """A pool of noise with guard zones around it; ``page_stride`` and ``offset`` in bytes."""
     payload = layout.payload(page_size)
     stride = layout.default_stride(page_size) if page_stride is None else page_stride
-    guard = guarded_bytes(max(pages, 0) * stride, seed, run_device(), offset)
+    # Indices of kind past_end reach two pages past the end.
+    guard = guarded_bytes(pages * stride, seed, run_device(), offset, room=3 * stride)
     token, start = layout.bytes_per_token, guard.start
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "2d": ((pages, payload), (stride, 1)),

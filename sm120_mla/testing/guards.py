@@ -47,8 +47,13 @@ class Guarded:
         return [int(b) - self.start for b in changed[:16]]
 
 
-def guarded_bytes(nbytes: int, seed: int, device: torch.device | str, offset: int = 0) -> Guarded:
-    """``nbytes`` of noise, ``offset`` bytes into their storage, with guard zones of noise on both sides."""
+def guarded_bytes(
+    nbytes: int, seed: int, device: torch.device | str, offset: int = 0, room: int = 0
+) -> Guarded:
+    """``nbytes`` of noise, ``offset`` bytes into their storage, with guard zones of noise on both sides.
+
+    ``room`` is added to the zone behind, so that a stray read of the implementation stays inside it.
+    """
     start = GUARD_BYTES + offset
-    storage = noise(start + nbytes + GUARD_BYTES, seed, device)
+    storage = noise(start + nbytes + GUARD_BYTES + room, seed, device)
     return Guarded(storage, storage.clone(), start)

@@ -29,15 +29,17 @@ def decide(target: Target, case: Offset64Case, layout: PageLayout) -> Verdict:
     pages = looked_at[-1] + 1
     where = run_device()
     nbytes = pages * case.page_stride
-    if where == "cuda" and torch.cuda.mem_get_info()[0] < 3 * nbytes:
+    if where == "cuda" and torch.cuda.mem_get_info()[0] < 3 * nbytes + (1 << 31):
         return unknown(f"{3 * nbytes / 1e9:.0f} GB of GPU memory are needed and are not free")
     target.reset()
+    # Room before the pool: an offset that wraps below zero stays inside the storage, and shows.
+    lead = 1 << 31
     try:
-        storage = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        storage = torch.empty(lead + nbytes, dtype=torch.uint8, device=where)
     except RuntimeError as error:
         return unknown(f"no {nbytes / 1e9:.1f} GB of address space: {error}")
     payload = layout.payload(case.page_size)
-    pool = torch.as_strided(storage, (pages, payload), (case.page_stride, 1))
+    pool = torch.as_strided(storage, (pages, payload), (case.page_stride, 1), lead)
     for n, page in enumerate(looked_at):
         pool[page] = noise(payload, case.seed + n, where)
 

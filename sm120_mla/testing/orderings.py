@@ -31,6 +31,9 @@ __all__ = ["Note", "OrderLog", "run_order"]
 INPLACE_ERROR = "Inplace update to inference tensor"
 """How torch's message begins when a torch-level write meets an inference tensor outside its mode."""
 
+# By name: a patched copy of the package raises a class of its own.
+STALE, REFUSED = "StaleAddressError", "GrowthDuringCaptureError"
+
 
 @dataclass(frozen=True)
 class Note:
@@ -108,7 +111,10 @@ class _Boot:
             return make_pool(layout, self.case.page_size, pages, seed=self.case.seed + self.serial)
 
     def spec(self, arg: int) -> IndexSpec:
-        return IndexSpec(rows=2, width=5, kinds=("valid", "minus_one"), seed=arg + self.case.seed)
+        case = self.case
+        return IndexSpec(
+            rows=case.rows, width=case.width, kinds=("valid", "minus_one"), seed=arg + case.seed
+        )
 
     def indices(self, pool: Pool, arg: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -158,7 +164,7 @@ def run_order(target: Target, case: OrderCase) -> OrderLog:
                 with torch.inference_mode(step.inference):
                     seen = _STEPS[step.do](boot, step)
             except Exception as error:
-                if type(error).__name__ == "GrowthDuringCaptureError":
+                if type(error).__name__ == REFUSED:
                     seen = {"refused": str(error)}
                 else:
                     seen = {"error": error}

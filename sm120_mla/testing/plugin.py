@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from .. import device
     from . import verdict
 
-    summary.mode = device.mode()
+    summary.mode = _settled(summary.mode, device.mode())
     for inv in verdict.all_invariants():
         config.addinivalue_line("markers", f"{inv.marker}: {inv.id}: {inv.statement}")
         summary.catalogue.append((inv.id, inv.statement, list(inv.where)))
@@ -134,6 +134,15 @@ def _save_failures(config: pytest.Config, error: BaseException) -> list[dict[str
     case.save(error.file, config.rootpath / check.CASES)
     where = f"{check.CASES}/{error.file.name}"
     return [{"invariant": error.invariant.id, "text": str(error), "case": where}]
+
+
+def _settled(expected: str, mode: str) -> str:
+    """The mode as torch sees it. Kernels are compiled by now, so it is too late for reference mode."""
+    if mode == "reference" != expected:
+        raise pytest.UsageError(
+            "the driver lists a CUDA GPU, but torch sees none. Use SM120_MLA_MODE=reference, or repair CUDA."
+        )
+    return mode
 
 
 def _is_worker(config: pytest.Config) -> bool:

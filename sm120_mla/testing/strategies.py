@@ -120,8 +120,10 @@ def steps() -> st.SearchStrategy[Step]:
 
 def orders(max_steps: int = 9) -> st.SearchStrategy[OrderCase]:
     """Boots in any order."""
+    shape = st.sampled_from(((2, 5), (1, 1), (3, 64), (9, 130)))
     return st.builds(
-        OrderCase,
+        lambda shape, **rest: OrderCase(rows=shape[0], width=shape[1], **rest),
+        shape=shape,
         page_size=st.sampled_from((128, 192, 256)),
         steps=st.lists(steps(), min_size=1, max_size=max_steps).map(tuple),
         seed=SEEDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...case import OrderCase
 from ...targets.base import Target
-from ..orderings import INPLACE_ERROR, Note, OrderLog, run_order
+from ..orderings import INPLACE_ERROR, STALE, Note, OrderLog, run_order
 from ..verdict import HOLDS, TargetRaised, Verdict, invariant, unknown, violated
 
 _ANYWHERE = ("reference", "cuda", "sm120")
@@ -73,9 +73,9 @@ def buf_writable(target: Target, case: OrderCase) -> Verdict:
                 f"buffer {name} refuses a torch-level write after step {note.number} ({note.step.do})",
                 f"{_where(log, note)}\n{error}\n{_GUARD_REMEDY}",
             )
-    if log.error is not None:
+    if log.error is not None and type(log.error).__name__ != STALE:
         raise TargetRaised(f"order {log.program(len(log.notes) - 1)}", log.error)
-    return HOLDS
+    return _rest(log)
 
 
 @invariant(
@@ -95,7 +95,7 @@ def buf_address(target: Target, case: OrderCase) -> Verdict:
                 f"{note.freed[0]} was freed at step {note.number} ({note.step.do})",
                 f"{_where(log, note)}\nremedy: keep a superseded buffer alive while a graph may hold its address",
             )
-        if note.error is not None and type(note.error).__name__ == "StaleAddressError":
+        if note.error is not None and type(note.error).__name__ == STALE:
             return violated(f"replay at step {note.number} reached freed memory", str(note.error))
         if note.step.do == "replay" and note.wrong:
             return violated(f"the replay at step {note.number} left wrong bytes", f"{_where(log, note)}\n{note.wrong}")

@@ -1,0 +1,12 @@
+"""The catalogue. To add a fault: one entry here, its case in fixtures/faults, and `sm120-mla faults`."""
+
+from __future__ import annotations
+
+from .base import Fault
+from .buffers import BUFFER_FAULTS
+from .meta import META_FAULTS
+from .split import SPLIT_FAULTS
+
+__all__ = ["FAULTS"]
+
+FAULTS: tuple[Fault, ...] = (*SPLIT_FAULTS, *BUFFER_FAULTS, *META_FAULTS)

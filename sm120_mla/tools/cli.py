@@ -1,0 +1,185 @@
+"""The command line. Nothing heavy is imported before a command needs it: ``--help`` is quick.
+
+Every way out goes through ``run``, which turns it into one of the exit codes of ``exits``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from .. import __version__
+from ..errors import ArgumentError, UnavailableError
+from . import exits
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(
+    name="sm120-mla",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Property tests and invariant checks of the sm120_mla kernel stack. Exit codes: "
+    + "; ".join(f"{code} {meaning}" for code, meaning in exits.MEANING.items())
+    + ".",
+)
+_USAGE_ERROR = typer.BadParameter.__mro__[1]
+"""The base of wrong use of the command line, which typer has from click, or brings itself since 0.29."""
+
+
+class Mode(StrEnum):
+    """Choices of ``--mode``."""
+
+    auto = "auto"
+    reference = "reference"
+    cuda = "cuda"
+    sm120 = "sm120"
+
+
+class Profile(StrEnum):
+    """Choices of ``--profile``."""
+
+    dev = "dev"
+    ci = "ci"
+    nightly = "nightly"
+    replay = "replay"
+    text = "text"
+
+
+ModeOption = Annotated[Mode | None, typer.Option(help="What runs the kernels (default: SM120_MLA_MODE, or auto).")]
+TargetOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Implementation under test (default: SM120_MLA_TARGET, or own).")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sm120-mla {__version__}")
+        raise typer.Exit(exits.HELD)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def verify(
+    mode: ModeOption = None,
+    target: TargetOption = None,
+    invariant: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Only this invariant; may be repeated.")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Examples of each property test, before scaling.")
+    ] = None,
+    profile: Annotated[Profile | None, typer.Option(help="Hypothesis profile.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JUnit report.")] = None,
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N", help="Processes: a number, or auto.")
+    ] = "auto",
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show pytest's own output.")] = False,
+) -> None:
+    """Run the suite in the mode this machine allows, and print one table."""
+    from .verify import Wanted, verify
+
+    wanted = Wanted(
+        mode=mode and mode.value,
+        target=target,
+        invariants=tuple(invariant or ()),
+        examples=examples,
+        profile=profile and profile.value,
+        json=json,
+        junit=junit,
+        workers=workers,
+        verbose=verbose,
+    )
+    raise typer.Exit(verify(wanted))
+
+
+@app.command()
+def invariants(json: JsonFlag = False) -> None:
+    """List the invariants: statement, origin, and where each can be decided."""
+    from .catalogue import show_invariants
+
+    raise typer.Exit(show_invariants(json))
+
+
+@app.command()
+def faults(
+    fault: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these faults.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Put each fault into a copy of the code and show which invariants notice: the kill matrix."""
+    from .kills import show_faults
+
+    raise typer.Exit(show_faults(tuple(fault or ()), json))
+
+
+@app.command()
+def replay(
+    case: Annotated[Path, typer.Argument(metavar="CASE.json", help="A case file, as a failing test writes it.")],
+    target: TargetOption = None,
+    mode: ModeOption = None,
+) -> None:
+    """Judge one case file."""
+    from .replay import replay
+
+    raise typer.Exit(replay(case, target, mode and mode.value))
+
+
+@app.command()
+def doctor(json: JsonFlag = False) -> None:
+    """Show what this machine can run, and why not what it cannot."""
+    from .doctor import show_doctor
+
+    raise typer.Exit(show_doctor(json))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; no exception leaves as 1, or at all."""
+    try:
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        return code if isinstance(code, int) else exits.HELD
+    except _USAGE_ERROR as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+        return _say(f"{message or 'no command given.'} See sm120-mla --help.", exits.WRONG_USE)
+    except ArgumentError as error:
+        return _say(str(error), exits.WRONG_USE)
+    except UnavailableError as error:
+        return _say(str(error), exits.NOTHING_JUDGED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", exits.INTERRUPTED)
+    except SystemExit as error:  # a reader that went away, for one
+        return _say(f"ended with {error.code}", exits.INTERNAL)
+    except Exception:
+        return _say(f"internal error\n{traceback.format_exc()}", exits.INTERNAL)
+
+
+def _say(message: str, code: int) -> int:
+    with contextlib.suppress(OSError):  # where nobody listens, the code still says it
+        print(f"sm120-mla: {message}", file=sys.stderr)
+    return code
+
+
+def main() -> NoReturn:
+    """Entry point of the ``sm120-mla`` command."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()
