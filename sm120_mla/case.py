@@ -23,6 +23,8 @@ __all__ = [
     "Case",
     "CaseFile",
     "IndexSpec",
+    "MetaBatch",
+    "MetaCase",
     "Offset64Case",
     "OrderCase",
     "SplitCase",
@@ -134,6 +136,37 @@ class Offset64Case(_Frozen):
     seed: int = 0
 
 
+class MetaBatch(_Frozen):
+    """One step's batch, as the C128A builder gets it: decode rows first, then prefill rows."""
+
+    decode: int = Field(default=2, ge=0, le=1100)
+    prefill: int = Field(default=0, ge=0, le=1100)
+    padding: int = Field(default=0, ge=0, le=64)
+    """Rows of a captured batch beyond the real decode rows: slot -1, everything else garbage."""
+    max_seq_len: int = Field(default=1024, ge=0)
+    """Tokens of the longest sequence; the active width follows from it."""
+    dtype: Literal["int32", "int64"] = "int32"
+    """Of positions and slots."""
+    short: bool = False
+    """Positions all below the compress ratio: no row has an entry."""
+    seed: int = 0
+
+
+class MetaCase(_Frozen):
+    """C128A builds, one after another into the same buffers, on a pretended GPU."""
+
+    kind: Literal["meta"] = "meta"
+    capability: tuple[int, int] | None = (12, 0)
+    max_model_len: int = Field(default=65_536, ge=1, le=1 << 21)
+    """Tokens; the buffers' capacity follows from it."""
+    block_size: int = Field(default=2, ge=1, le=256)
+    requests: int = Field(default=5, ge=1, le=64)
+    table_gap: int = Field(default=0, ge=0, le=64)
+    """Columns between the end of a block-table row and the next."""
+    builds: tuple[MetaBatch, ...] = (MetaBatch(),)
+    seed: int = 0
+
+
 StepKind = Literal[
     "load",
     "split",
@@ -148,19 +181,27 @@ StepKind = Literal[
     "second_layout",
     "second_scope",
     "restart",
+    "autotune",
+    "build",
+    "prefill",
+    "capture_step",
+    "serve",
 ]
 
 
 class Step(_Frozen):
     """One step of a boot. ``inference`` is the mode it runs in; ``arg`` depends on the step.
 
-    load, grow: pages of the pool; replay, drop_graph: which graph (modulo how many there are); the rest:
-    seed of the indices.
+    load, grow: pages of the pool; replay, serve, drop_graph: which graph (modulo how many there are); the
+    rest: seed of the indices. ``batch`` (rows) and ``seq`` (tokens of the longest sequence) are used by the
+    steps that build metadata: autotune, build, prefill, capture_step, serve.
     """
 
     do: StepKind
     inference: bool = False
     arg: int = Field(default=0, ge=0, le=1 << 16)
+    batch: int = Field(default=2, ge=1, le=128)
+    seq: int = Field(default=1024, ge=1, le=1 << 20)
 
 
 class OrderCase(_Frozen):
@@ -172,6 +213,10 @@ class OrderCase(_Frozen):
     rows: int = Field(default=2, ge=1, le=64)
     """Index rows of every split; more than 1,024 entries in all take the kernel that keeps marks."""
     width: int = Field(default=5, ge=1, le=2048)
+    capability: tuple[int, int] | None = (12, 0)
+    """The GPU that metadata steps pretend."""
+    max_model_len: int = Field(default=65_536, ge=1, le=1 << 21)
+    """Tokens; capacity of the metadata buffers follows from it."""
     steps: tuple[Step, ...] = ()
     seed: int = 0
 
@@ -188,7 +233,7 @@ class SubjectCase(_Frozen):
     subject: str
 
 
-Case = Annotated[SplitCase | Offset64Case | OrderCase | SubjectCase, Field(discriminator="kind")]
+Case = Annotated[SplitCase | Offset64Case | OrderCase | MetaCase | SubjectCase, Field(discriminator="kind")]
 
 
 class CaseFile(_Frozen):

@@ -108,7 +108,8 @@ def split_pages(
     geometry = pool_geometry(pool, page_size, layout)
     require_device("pool", pool)
     index2d, lengths = _check_indices(pool, indices, topk_length)
-    if index2d is not None and device.validate_values(validate):
+    values = device.validate_values(validate)
+    if index2d is not None and values:
         _check_index_values(index2d, lengths, geometry)
     if out is not None:
         _check_out(out, pool, geometry)
@@ -151,10 +152,12 @@ def reserve_split(
     _marks(pool, geometry, buffers, scope)
 
 
-def _hint(geometry: PageGeometry) -> str:
+def _hint(geometry: PageGeometry, scope: str) -> str:
+    layout = f", layout={geometry.layout.name}" if geometry.layout is not DSV4 else ""
+    scoped = f", scope={scope!r}" if scope else ""
     return (
-        f"reserve_split(pool, page_size={geometry.page_size}) for a pool of {geometry.pages} pages "
-        f"({geometry.sub_pages} sub-pages)"
+        f"reserve_split(pool, page_size={geometry.page_size}{layout}{scoped}) for a pool of "
+        f"{geometry.pages} pages ({geometry.sub_pages} sub-pages)"
     )
 
 
@@ -169,7 +172,7 @@ def _destination(
         pool,
         layout=geometry.layout,
         scope=scope,
-        hint=_hint(geometry),
+        hint=_hint(geometry, scope),
     )
 
 
@@ -186,7 +189,7 @@ def _marks(
         layout=geometry.layout,
         scope=scope,
         zero=True,
-        hint=_hint(geometry),
+        hint=_hint(geometry, scope),
     )
 
 
@@ -342,16 +345,17 @@ def _check_out(out: torch.Tensor, pool: torch.Tensor, geometry: PageGeometry) ->
         raise ArgumentError(
             "out.stride(0)", out.stride(0), f"at least {need[1]}", "Rows of the destination overlap."
         )
-    if out.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr() and _overlap(out, pool):
+    if _overlap(out, pool):
         raise ArgumentError(
             "out", "a view of the pool's memory", "memory apart from the pool", "Allocate a destination."
         )
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # By address: memory imported from elsewhere has a storage of its own.
     def extent(t: torch.Tensor) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
-        return t.storage_offset(), t.storage_offset() + last  # one-byte elements
+        return t.data_ptr(), t.data_ptr() + last  # one-byte elements
 
     (a0, a1), (b0, b1) = extent(a), extent(b)
     return a0 <= b1 and b0 <= a1

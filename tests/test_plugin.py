@@ -271,6 +271,19 @@ def test_a_target_that_is_not_there(suite: Run, name: str, code: int, line: str)
     result.stdout.fnmatch_lines([line])
 
 
+def test_a_test_of_another_mode_is_skipped(suite: Run, pytester: pytest.Pytester) -> None:
+    body = "\n".join(
+        f"@pytest.mark.BUF_TWO\n@pytest.mark.{mode}\ndef test_{mode}(mode): assert mode == '{mode}'"
+        for mode in ("reference", "cuda", "sm120")
+    )
+    suite(body).assert_outcomes(passed=1, skipped=2)
+
+    assert [entry["why"] for entry in found(pytester)["not_run"][:2]] == [
+        "runs in cuda mode; this run: reference (BUF-TWO)",
+        "runs in sm120 mode; this run: reference (BUF-TWO)",
+    ]
+
+
 def test_scaled_follows_the_profile(suite: Run, pytester: pytest.Pytester) -> None:
     suite(HELD.replace("@given", "@scaled(0.2)\n@given"), "--sm120-examples", "40").assert_outcomes(passed=1)
 

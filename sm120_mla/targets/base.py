@@ -17,7 +17,7 @@ from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
 
-__all__ = ["Support", "Target", "resolve"]
+__all__ = ["C128AInputs", "Support", "Target", "resolve"]
 
 ENTRY_POINTS = "sm120_mla.targets"
 
@@ -36,6 +36,23 @@ class Support:
 
     def __bool__(self) -> bool:
         return self.yes
+
+
+@dataclass(frozen=True)
+class C128AInputs:
+    """Arguments of the C128A builder, named as vLLM's (DESIGN section 6)."""
+
+    positions: torch.Tensor
+    compress_ratio: int
+    num_decode_tokens: int
+    token_to_req_indices: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    slot_mapping: torch.Tensor
+    global_decode_buffer: torch.Tensor
+    decode_lens_buffer: torch.Tensor
+    prefill_buffer: torch.Tensor
+    max_compressed_tokens: int
 
 
 @runtime_checkable
@@ -63,6 +80,12 @@ class Target(Protocol):
         self, pool: torch.Tensor, page_size: int, *, layout: PageLayout, scope: str = ""
     ) -> bool:
         """Allocate ahead of a capture what ``split`` will need; False where the target has no such call."""
+
+    def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(decode rows, decode lengths, prefill rows): views of the buffers, as the consumer gets them."""
+
+    def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
+        """Within it, the target believes to run on a GPU of that capability."""
 
     def persistent(self) -> Mapping[str, torch.Tensor]:
         """Every tensor that outlives a call, by name."""

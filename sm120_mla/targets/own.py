@@ -21,13 +21,18 @@ from ..errors import ArgumentError
 from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
-from .base import Support
+from .base import C128AInputs, Support
 
 __all__ = ["OwnTarget", "Patch", "patched"]
 
 _PACKAGE = __name__.split(".", 1)[0]
-_PRODUCT_FILES = ("*.py", "kernels", "reference")
-_KERNEL_MODULES = ("kernels.page_split",)
+_PRODUCT_FILES = ("*.py", "kernels", "metadata")
+_KERNEL_MODULES = (
+    "kernels.page_split",
+    "kernels.c128a",
+    "kernels.index_windows",
+    "kernels.index_topk",
+)
 
 
 class OwnTarget:
@@ -79,6 +84,15 @@ class OwnTarget:
             pool, page_size, layout=self._layout(layout), buffers=self._buffers, scope=scope
         )
         return True
+
+    def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``build_c128a_topk_metadata`` with values unchecked."""
+        build = self._module("metadata").build_c128a_topk_metadata
+        return build(**vars(inputs), validate="metadata")  # type: ignore[no-any-return]
+
+    def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
+        """``device.pretend_device``."""
+        return self._module("device").pretend_device(capability)  # type: ignore[no-any-return]
 
     def persistent(self) -> Mapping[str, torch.Tensor]:
         """The registry's tensors."""

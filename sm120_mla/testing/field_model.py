@@ -21,7 +21,8 @@ from ..kernels.runtime import tl, triton
 from ..kernels.spec import CompileSpec
 from ..layout import SUB_PAGE, PageLayout
 from ..pages import pool_geometry
-from ..targets.base import Support
+from ..errors import UnavailableError
+from ..targets.base import C128AInputs, Support
 
 __all__ = ["FieldTarget"]
 
@@ -61,6 +62,8 @@ class FieldTarget:
 
     def supports(self, case: Any, capability: Capability | None) -> Support:
         """Split cases and boots of the one layout the field splits."""
+        if case.kind == "meta":
+            return Support.no("the model has no metadata builder")
         if getattr(case, "layout", "dsv4") != "dsv4":
             return Support.no("the model splits dsv4 pages only")
         return Support(True)
@@ -123,6 +126,14 @@ class FieldTarget:
     ) -> bool:
         """The field has no such call."""
         return False
+
+    def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The model has none; ``supports`` says so."""
+        raise UnavailableError("build_c128a", "the model has no metadata builder", "Ask supports() first.")
+
+    def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
+        """``device.pretend_device``."""
+        return device.pretend_device(capability)
 
     def persistent(self) -> Mapping[str, torch.Tensor]:
         """The dict."""

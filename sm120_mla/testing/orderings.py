@@ -21,12 +21,15 @@ from ..graphs import Graph
 from ..layout import DSV4, DSV41_FOOTER, SUB_PAGE, PageLayout
 from ..reference import split as reference
 from ..targets.base import Target
+from ..widths import capacity
 from .compare import compare_sub_pages
 from .derive import Pool, indices_of, make_pool
 from .guards import noise
+from .meta_batch import Buffers, make_buffers
+from .meta_steps import META_STEPS, ROWS, CapturedStep
 from .observe import frame_of, last_only
 
-__all__ = ["Note", "OrderLog", "run_order"]
+__all__ = ["Boot", "Note", "OrderLog", "run_order"]
 
 INPLACE_ERROR = "Inplace update to inference tensor"
 """How torch's message begins when a torch-level write meets an inference tensor outside its mode."""
@@ -53,6 +56,16 @@ class Note:
     """Memory used under two keys that must not share, or not shared under one key."""
     wrong: str = ""
     """What was wrong with the bytes of a split or a replay."""
+    values: str = ""
+    """What was wrong with the rows and lengths of a metadata build."""
+    view: str = ""
+    """What was wrong with the view it returned."""
+    stride: str = ""
+    """What was wrong with its row stride, or with the rows a graph read through another one."""
+    route: str = ""
+    """What FlashInfer would say of it."""
+    replayed: str = ""
+    """How a replay differs from an eager call on the same inputs."""
     refused: str = ""
     """A typed refusal to allocate during capture."""
     error: BaseException | None = None
@@ -91,21 +104,32 @@ class _Captured:
     """Byte offset and row stride of the destination."""
 
 
-class _Boot:
+class Boot:
+    """A target being booted: its pool, its graphs, the metadata buffers of its engine."""
+
     def __init__(self, target: Target, case: OrderCase) -> None:
         self.target, self.case = target, case
         self.pool: Pool | None = None
         self.graphs: list[_Captured] = []
+        self.steps: list[CapturedStep] = []
+        self._metadata: Buffers | None = None
         self.keys: dict[str, tuple[int, int]] = {}  # key -> (storage address, rows)
         self.serial = 0
         self.addresses: dict[str, int] = {}  # of persistent tensors, at the last probe
 
     def loaded(self) -> Pool:
         if self.pool is None:
-            self.pool = self._make(2)
+            self.pool = self.make(2)
         return self.pool
 
-    def _make(self, pages: int, layout: PageLayout = DSV4) -> Pool:
+    def metadata(self) -> Buffers:
+        """The engine's buffers for C128A rows, allocated once."""
+        if self._metadata is None:
+            with torch.inference_mode(False):
+                self._metadata = make_buffers(ROWS, capacity(self.case.max_model_len), self.case.seed)
+        return self._metadata
+
+    def make(self, pages: int, layout: PageLayout = DSV4) -> Pool:
         self.serial += 1
         with torch.inference_mode(False):  # the pool is the engine's, made when it loads
             return make_pool(layout, self.case.page_size, pages, seed=self.case.seed + self.serial)
@@ -152,32 +176,40 @@ class _Boot:
         return tuple(complaints)
 
 
+    def do(self, number: int, step: Step) -> Note:
+        """Take one step, and note what is seen after it."""
+        seen: dict[str, Any] = {}
+        try:
+            with torch.inference_mode(step.inference), self.target.pretend_device(self.case.capability):
+                seen = _STEPS[step.do](self, step)
+        except Exception as error:
+            seen = {"refused": str(error)} if type(error).__name__ == REFUSED else {"error": error}
+        return Note(number, step, **(_probe(self) | seen))
+
+    def close(self) -> None:
+        """Drop every graph."""
+        for held in [*self.graphs, *self.steps]:
+            held.graph.drop()
+        self.graphs.clear()
+        self.steps.clear()
+
+
 @last_only
 def run_order(target: Target, case: OrderCase) -> OrderLog:
     """Boot the target along ``case.steps``; stops after a step in which it raises."""
     target.reset()
-    boot, log = _Boot(target, case), OrderLog(case)
+    boot, log = Boot(target, case), OrderLog(case)
     try:
         for number, step in enumerate(case.steps):
-            seen: dict[str, Any] = {}
-            try:
-                with torch.inference_mode(step.inference):
-                    seen = _STEPS[step.do](boot, step)
-            except Exception as error:
-                if type(error).__name__ == REFUSED:
-                    seen = {"refused": str(error)}
-                else:
-                    seen = {"error": error}
-            log.notes.append(Note(number, step, **(_probe(boot) | seen)))
+            log.notes.append(boot.do(number, step))
             if log.error is not None:
                 break
     finally:
-        for held in boot.graphs:
-            held.graph.drop()
+        boot.close()
     return log
 
 
-def _probe(boot: _Boot) -> dict[str, Any]:
+def _probe(boot: Boot) -> dict[str, Any]:
     """What is asked of every persistent tensor and every live graph, changing no byte."""
     tensors = dict(boot.target.persistent())
     unwritable = []
@@ -224,12 +256,12 @@ def _collect() -> None:
         atexit.register(gc.unfreeze)  # what is frozen at exit would be reported as leaked
 
 
-def _load(boot: _Boot, step: Step) -> dict[str, Any]:
-    boot.pool = boot._make(1 + step.arg % 4)
+def _load(boot: Boot, step: Step) -> dict[str, Any]:
+    boot.pool = boot.make(1 + step.arg % 4)
     return {}
 
 
-def _split(boot: _Boot, step: Step) -> dict[str, Any]:
+def _split(boot: Boot, step: Step) -> dict[str, Any]:
     pool = boot.loaded()
     indices = boot.indices(pool, step.arg)
     result = boot.split(pool, indices)
@@ -237,25 +269,30 @@ def _split(boot: _Boot, step: Step) -> dict[str, Any]:
     return {"wrong": boot.check(pool, indices, rows), "shared": boot.keyed("the first scope", result)}
 
 
-def _grow(boot: _Boot, step: Step) -> dict[str, Any]:
+def _autotune(boot: Boot, step: Step) -> dict[str, Any]:
+    """What a dummy run touches: the split, and a metadata build."""
+    return META_STEPS["build"](boot, step) | _split(boot, step)
+
+
+def _grow(boot: Boot, step: Step) -> dict[str, Any]:
     pages = boot.loaded().geometry.pages + 1 + step.arg % 3
-    boot.pool = boot._make(pages)
+    boot.pool = boot.make(pages)
     return _split(boot, step)
 
 
-def _torch_write(boot: _Boot, step: Step) -> dict[str, Any]:
+def _torch_write(boot: Boot, step: Step) -> dict[str, Any]:
     for tensor in boot.target.persistent().values():
         tensor[:0].zero_()
     return {}
 
 
-def _reserve(boot: _Boot, step: Step) -> dict[str, Any]:
+def _reserve(boot: Boot, step: Step) -> dict[str, Any]:
     pool = boot.loaded()
     boot.target.reserve_split(pool.view, boot.case.page_size, layout=pool.geometry.layout)
     return {}
 
 
-def _capture(boot: _Boot, step: Step) -> dict[str, Any]:
+def _capture(boot: Boot, step: Step) -> dict[str, Any]:
     pool = boot.loaded()
     indices = boot.indices(pool, step.arg)
     before = {name: t.data_ptr() for name, t in boot.target.persistent().items()}
@@ -274,7 +311,7 @@ def _capture(boot: _Boot, step: Step) -> dict[str, Any]:
     return {"allocated_in_capture": moved}
 
 
-def _replay(boot: _Boot, step: Step) -> dict[str, Any]:
+def _replay(boot: Boot, step: Step) -> dict[str, Any]:
     if not boot.graphs:
         return {}
     held = boot.graphs[step.arg % len(boot.graphs)]
@@ -294,18 +331,23 @@ def _replay(boot: _Boot, step: Step) -> dict[str, Any]:
     rows = raw[start : start + count * stride].view(count, stride)
     rows[:, : SUB_PAGE * pool.geometry.layout.bytes_per_token] = 0
     held.graph.replay()
-    return {"wrong": boot.check(pool, held.indices, rows)}
+    wrong = boot.check(pool, held.indices, rows)
+    return {"wrong": wrong, "replayed": wrong}
 
 
-def _drop_graph(boot: _Boot, step: Step) -> dict[str, Any]:
-    if boot.graphs:
-        boot.graphs.pop(step.arg % len(boot.graphs)).graph.drop()
+def _drop_graph(boot: Boot, step: Step) -> dict[str, Any]:
+    held = [*boot.graphs, *boot.steps]
+    if held:
+        chosen = held[step.arg % len(held)]
+        boot.graphs = [g for g in boot.graphs if g is not chosen]
+        boot.steps = [s for s in boot.steps if s is not chosen]
+        chosen.graph.drop()
     return {}
 
 
-def _second(key: str, layout: PageLayout = DSV4, scope: str = "") -> Callable[[_Boot, Step], dict[str, Any]]:
-    def step_(boot: _Boot, step: Step) -> dict[str, Any]:
-        pool = boot._make(1 + step.arg % 2, layout)
+def _second(key: str, layout: PageLayout = DSV4, scope: str = "") -> Callable[[Boot, Step], dict[str, Any]]:
+    def step_(boot: Boot, step: Step) -> dict[str, Any]:
+        pool = boot.make(1 + step.arg % 2, layout)
         pretend: Any = contextlib.nullcontext()
         if key == "the second device":
             pretend = boot.target.second_device()
@@ -328,16 +370,14 @@ class _OfLayout:
     kind: str = "split"
 
 
-def _restart(boot: _Boot, step: Step) -> dict[str, Any]:
-    for held in boot.graphs:
-        held.graph.drop()
-    boot.graphs.clear()
+def _restart(boot: Boot, step: Step) -> dict[str, Any]:
+    boot.close()
     boot.keys.clear()
     boot.target.reset()
     return {}
 
 
-_STEPS: dict[str, Callable[[_Boot, Step], dict[str, Any]]] = {
+_STEPS: dict[str, Callable[[Boot, Step], dict[str, Any]]] = {
     "load": _load,
     "split": _split,
     "warm_up": _split,
@@ -351,4 +391,6 @@ _STEPS: dict[str, Callable[[_Boot, Step], dict[str, Any]]] = {
     "second_layout": _second("the second layout", DSV41_FOOTER),
     "second_scope": _second("the second scope", scope="second"),
     "restart": _restart,
+    "autotune": _autotune,
+    **META_STEPS,
 }

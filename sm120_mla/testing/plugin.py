@@ -20,6 +20,8 @@ from .report import Summary
 
 _SUMMARY = pytest.StashKey[Summary]()
 _RECORD = pytest.StashKey[Any]()
+_MODES = {"reference": ("reference",), "cuda": ("cuda", "sm120"), "sm120": ("sm120",)}
+"""Marker of a test, and the modes in which it runs."""
 _SHOWN_VERSIONS = ("sm120-mla", "torch", "triton", "flashinfer-python", "hypothesis", "pytest")
 
 
@@ -39,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from . import verdict
 
     summary.mode = _settled(summary.mode, device.mode())
+    for name, satisfied in _MODES.items():
+        config.addinivalue_line("markers", f"{name}: runs in mode {' or '.join(satisfied)} only")
     for inv in verdict.all_invariants():
         config.addinivalue_line("markers", f"{inv.marker}: {inv.id}: {inv.statement}")
         summary.catalogue.append((inv.id, inv.statement, list(inv.where)))
@@ -77,12 +81,16 @@ def mode() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note each test's invariants where a skip keeps them too."""
-    ids = {id.replace("-", "_"): id for id, _, _ in config.stash[_SUMMARY].catalogue}
+    """Note each test's invariants, where a skip keeps them too; skip what another mode decides."""
+    summary = config.stash[_SUMMARY]
+    ids = {id.replace("-", "_"): id for id, _, _ in summary.catalogue}
     for item in items:
         marks = dict.fromkeys(ids[mark.name] for mark in item.iter_markers() if mark.name in ids)
         if marks:
             item.user_properties.append((report.MARKS, " ".join(marks)))
+        for name, satisfied in _MODES.items():
+            if item.get_closest_marker(name) and summary.mode not in satisfied:
+                item.add_marker(pytest.mark.skip(reason=f"runs in {name} mode; this run: {summary.mode}"))
 
 
 @pytest.hookimpl(wrapper=True)

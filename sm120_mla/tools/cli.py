@@ -164,8 +164,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(str(error), exits.NOTHING_JUDGED)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", exits.INTERRUPTED)
-    except SystemExit as error:  # a reader that went away, for one
-        return _say(f"ended with {error.code}", exits.INTERNAL)
+    except SystemExit as error:  # typer's way out where the reader of the output went away
+        return _say(f"cut short ({error.code})", exits.INTERNAL)
     except Exception:
         return _say(f"internal error\n{traceback.format_exc()}", exits.INTERNAL)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -41,10 +43,13 @@ def show_faults(ids: tuple[str, ...], as_json: bool) -> int:
         print(json.dumps(rows, indent=2))
     else:
         console = Console()
-        console.print(_table(rows))
-        for row in survived:
+        console.print(_matrix(rows))
+        for line in _legend(rows):
+            console.print(line, markup=False, highlight=False)
+        for row in rows if ids else survived:
+            console.print(f"{row['id']}: {row['sentence']}", markup=False, highlight=False)
             for problem in row["problems"]:
-                console.print(f"{row['id']}: {problem}", style="red", markup=False, highlight=False)
+                console.print(f"  {problem}", style="red", markup=False, highlight=False)
         console.print(f"{len(rows) - len(survived)} of {len(rows)} faults noticed as declared")
     if not rows:
         return exits.NOTHING_JUDGED
@@ -73,29 +78,39 @@ def _row(result: Any, seconds: float) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """A fault a line: declared kills bold, other kills plain, what held counted."""
-    table = Table(title="kill matrix")
-    table.add_column("fault")
-    table.add_column("violated ([bold]declared[/bold], others)")
-    table.add_column("held", justify="right")
-    table.add_column("seconds", justify="right")
+def _cell(row: dict[str, Any], id: str) -> str:
+    outcome, declared = row["outcomes"].get(id), id in row["violates"]
+    if outcome == "violated":
+        return "[bold green]X[/bold green]" if declared else "[red]x![/red]" if id in row["keeps"] else "x"
+    if declared:
+        return "[bold red]![/bold red]"
+    return {"holds": ".", "unknown": "?", None: ""}[outcome]
+
+
+def _matrix(rows: list[dict[str, Any]]) -> Table:
+    """A fault a line, an invariant a column, numbered as in the legend."""
+    table = Table(title="kill matrix", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("fault", no_wrap=True)
+    ids = _columns(rows)
+    for number in range(1, len(ids) + 1):
+        table.add_column(str(number), justify="center")
+    table.add_column("s", justify="right")
     for row in rows:
-        outcomes = row["outcomes"]
-        killed = [
-            f"[bold]{id}[/bold]" if id in row["violates"] else id
-            for id, outcome in outcomes.items()
-            if outcome == "violated"
-        ]
-        missed = [f"[red]not {id}[/red]" for id in row["violates"] if outcomes.get(id) != "violated"]
-        held = sum(outcome == "holds" for outcome in outcomes.values())
-        table.add_row(
-            f"[bold]{row['id']}[/bold]\n{row['sentence']}",
-            "\n".join(killed + missed),
-            str(held),
-            f"{row['seconds']:.1f}",
-        )
+        table.add_row(row["id"], *(_cell(row, id) for id in ids), f"{row['seconds']:.1f}")
     return table
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    from ..testing import verdict
+
+    met = {id for row in rows for id in (*row["outcomes"], *row["violates"])}
+    known = [inv.id for inv in verdict.all_invariants()]
+    return [id for id in known if id in met] + sorted(met - set(known))
+
+
+def _legend(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "  ".join(f"{n} {id}" for n, id in enumerate(_columns(rows), 1))
+    yield "X violated as declared   x violated too   . held   ? unknown   ! not as declared   blank: not asked"
 
 
 def _on_terminal() -> bool:

@@ -13,18 +13,14 @@ _GUARD_REMEDY = (
 )
 
 
-def _log(target: Target, case: OrderCase) -> OrderLog:
-    return run_order(target, case)
-
-
-def _rest(log: OrderLog) -> Verdict:
+def rest(log: OrderLog) -> Verdict:
     """The verdict where a boot shows no violation: unknown if it ended early for another reason."""
     if log.error is None:
         return HOLDS
     return unknown(f"the boot ended early: {log.program(len(log.notes) - 1)}: {log.error}")
 
 
-def _where(log: OrderLog, note: Note) -> str:
+def where(log: OrderLog, note: Note) -> str:
     return f"order: {log.program(note.number)}"
 
 
@@ -37,17 +33,21 @@ def _where(log: OrderLog, note: Note) -> str:
     cases=("order",),
 )
 def buf_guard(target: Target, case: OrderCase) -> Verdict:
+    """Of a boot."""
+    return buf_guard_of(run_order(target, case))
+
+
+def buf_guard_of(log: OrderLog) -> Verdict:
     """The flag of every registered tensor after every step."""
-    log = _log(target, case)
     for note in log.notes:
         if note.inference:
             return violated(
                 f"buffer {note.inference[0]} is an inference tensor after step {note.number} ({note.step.do})",
-                f"{_where(log, note)}\n"
+                f"{where(log, note)}\n"
                 f"inference tensors: {', '.join(note.inference)}; latent until torch writes one outside "
                 f"inference mode\n{_GUARD_REMEDY}",
             )
-    return _rest(log)
+    return rest(log)
 
 
 @invariant(
@@ -58,24 +58,28 @@ def buf_guard(target: Target, case: OrderCase) -> Verdict:
     cases=("order",),
 )
 def buf_writable(target: Target, case: OrderCase) -> Verdict:
+    """Of a boot."""
+    return buf_writable_of(run_order(target, case))
+
+
+def buf_writable_of(log: OrderLog) -> Verdict:
     """Ask with an empty slice after every step, and note what the target's own writes met."""
-    log = _log(target, case)
     for note in log.notes:
         if note.error is not None and INPLACE_ERROR in str(note.error):
             return violated(
                 f"step {note.number} ({note.step.do}) aborts: a torch-level write met an inference tensor",
-                f"{_where(log, note)}\n{str(note.error).split('.')[0]}\n"
+                f"{where(log, note)}\n{str(note.error).split('.')[0]}\n"
                 f"inference tensors: {', '.join(note.inference) or 'none left'}\n{_GUARD_REMEDY}",
             )
         if note.unwritable:
             name, error = note.unwritable[0]
             return violated(
                 f"buffer {name} refuses a torch-level write after step {note.number} ({note.step.do})",
-                f"{_where(log, note)}\n{error}\n{_GUARD_REMEDY}",
+                f"{where(log, note)}\n{error}\n{_GUARD_REMEDY}",
             )
     if log.error is not None and type(log.error).__name__ != STALE:
         raise TargetRaised(f"order {log.program(len(log.notes) - 1)}", log.error)
-    return _rest(log)
+    return rest(log)
 
 
 @invariant(
@@ -87,19 +91,23 @@ def buf_writable(target: Target, case: OrderCase) -> Verdict:
     cases=("order",),
 )
 def buf_address(target: Target, case: OrderCase) -> Verdict:
+    """Of a boot."""
+    return buf_address_of(run_order(target, case))
+
+
+def buf_address_of(log: OrderLog) -> Verdict:
     """Whether anything a live graph recorded has been freed, and whether replays give right bytes."""
-    log = _log(target, case)
     for note in log.notes:
         if note.freed:
             return violated(
                 f"{note.freed[0]} was freed at step {note.number} ({note.step.do})",
-                f"{_where(log, note)}\nremedy: keep a superseded buffer alive while a graph may hold its address",
+                f"{where(log, note)}\nremedy: keep a superseded buffer alive while a graph may hold its address",
             )
         if note.error is not None and type(note.error).__name__ == STALE:
             return violated(f"replay at step {note.number} reached freed memory", str(note.error))
         if note.step.do == "replay" and note.wrong:
-            return violated(f"the replay at step {note.number} left wrong bytes", f"{_where(log, note)}\n{note.wrong}")
-    return _rest(log)
+            return violated(f"the replay at step {note.number} left wrong bytes", f"{where(log, note)}\n{note.wrong}")
+    return rest(log)
 
 
 @invariant(
@@ -110,16 +118,20 @@ def buf_address(target: Target, case: OrderCase) -> Verdict:
     cases=("order",),
 )
 def buf_capture(target: Target, case: OrderCase) -> Verdict:
+    """Of a boot."""
+    return buf_capture_of(run_order(target, case))
+
+
+def buf_capture_of(log: OrderLog) -> Verdict:
     """Compare the registry before and after each capture."""
-    log = _log(target, case)
     for note in log.notes:
         if note.allocated_in_capture:
             return violated(
                 f"buffer {note.allocated_in_capture[0]} was allocated during the capture of step {note.number}",
-                f"{_where(log, note)}\nallocated: {', '.join(note.allocated_in_capture)}\n"
+                f"{where(log, note)}\nallocated: {', '.join(note.allocated_in_capture)}\n"
                 "remedy: reserve it before the capture, or refuse with what to reserve",
             )
-    return _rest(log)
+    return rest(log)
 
 
 @invariant(
@@ -131,9 +143,23 @@ def buf_capture(target: Target, case: OrderCase) -> Verdict:
     cases=("order",),
 )
 def buf_key(target: Target, case: OrderCase) -> Verdict:
+    """Of a boot."""
+    return buf_key_of(run_order(target, case))
+
+
+def buf_key_of(log: OrderLog) -> Verdict:
     """The memory behind each key, after every split."""
-    log = _log(target, case)
     for note in log.notes:
         if note.shared:
-            return violated(f"{note.shared[0]} at step {note.number} ({note.step.do})", _where(log, note))
-    return _rest(log)
+            return violated(f"{note.shared[0]} at step {note.number} ({note.step.do})", where(log, note))
+    return rest(log)
+
+
+OF_LOG = {
+    "BUF-GUARD": buf_guard_of,
+    "BUF-WRITABLE": buf_writable_of,
+    "BUF-ADDRESS": buf_address_of,
+    "BUF-CAPTURE": buf_capture_of,
+    "BUF-KEY": buf_key_of,
+}
+"""How each of these invariants judges the notes of a boot."""
