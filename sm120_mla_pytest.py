@@ -18,7 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sm120-target", dest="sm120_target", metavar="NAME", help="implementation under test (default: own)"
     )
-    group.addoption("--sm120-examples", metavar="N", type=int, help="examples per test, as the profile has it")
+    group.addoption(
+        "--sm120-examples", metavar="N", type=int, help="examples per test, as the profile has it"
+    )
     group.addoption("--sm120-json", metavar="FILE", help="write what the run found as JSON")
     group.addoption("--sm120-progress", help=argparse.SUPPRESS)
     parser.addini(

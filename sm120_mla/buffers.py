@@ -150,7 +150,7 @@ class PersistentBuffers:
                 return entry
         if device.is_capturing():
             have_rows = 0 if entry is None else entry.tensor.shape[0]
-            wanted = hint or f"PersistentBuffers.reserve({purpose!r}, {shape}, {dtype}, ...)"
+            wanted = hint or _reservation(purpose, shape, dtype, layout, scope, zero)
             raise GrowthDuringCaptureError(
                 f"buffer {key} has {have_rows} rows and {shape[0]} are needed, but a graph is being "
                 f"captured. Call {wanted} before the capture."
@@ -258,6 +258,25 @@ class PersistentBuffers:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _reservation(
+    purpose: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: PageLayout | None,
+    scope: str,
+    zero: bool,
+) -> str:
+    """The call that makes room for one buffer."""
+    arguments = [repr(purpose), str(shape), str(dtype), "like"]
+    if layout is not None:
+        arguments.append(f"layout=by_name({layout.name!r})")
+    if scope:
+        arguments.append(f"scope={scope!r}")
+    if zero:
+        arguments.append("zero=True")
+    return f"PersistentBuffers.reserve({', '.join(arguments)})"
 
 
 def _call_site() -> str:

@@ -141,10 +141,12 @@ class MetaBatch(_Frozen):
 
     decode: int = Field(default=2, ge=0, le=1100)
     prefill: int = Field(default=0, ge=0, le=1100)
-    padding: int = Field(default=0, ge=0, le=64)
+    padding: int = Field(default=0, ge=0, le=1100)
     """Rows of a captured batch beyond the real decode rows: slot -1, everything else garbage."""
     max_seq_len: int = Field(default=1024, ge=0)
     """Tokens of the longest sequence; the active width follows from it."""
+    width_seq: int | None = Field(default=None, ge=0)
+    """Tokens the active width is computed from, where that is not ``max_seq_len``."""
     dtype: Literal["int32", "int64"] = "int32"
     """Of positions and slots."""
     short: bool = False

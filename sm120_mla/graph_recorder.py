@@ -24,11 +24,12 @@ __all__ = ["HeldAddress", "Recording", "record"]
 
 # What a capturing stream refuses because the host would have to wait for a value. Names as torch has them.
 _SYNC_METHODS = frozenset(
-    "item tolist cpu numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__".split()
+    "item tolist cpu numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ "
+    "__repr__".split()
 )
 _SYNC_ATEN = frozenset(
-    "_local_scalar_dense is_nonzero nonzero masked_select equal unique_dim unique_consecutive _unique _unique2 "
-    "bincount argwhere".split()
+    "_local_scalar_dense is_nonzero nonzero masked_select equal allclose unique_dim unique_consecutive _unique "
+    "_unique2 bincount argwhere".split()
 )
 _MASK_INDEXING = frozenset(
     "index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put".split()
@@ -207,13 +208,15 @@ class _RecordAten(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        _refuse_sync(name, args)
+        _refuse_sync(name, args, kwargs)
         before = {id_ for id_ in map(_storage_id, tree_flatten((args, kwargs))[0]) if id_ is not None}
         result = func(*args, **kwargs)
         outputs, _ = tree_flatten(result)
         fresh = [t for t in outputs if isinstance(t, torch.Tensor) and _storage_id(t) not in before]
         if name == "set_":  # re-seats a tensor on memory that somebody else owns
             fresh = []
+        elif name == "lift_fresh":  # a number that became a tensor: frozen, as a CUDA graph freezes it
+            fresh = [result]
         for tensor in fresh:
             storage = tensor.untyped_storage()
             self._recording.inside[storage._cdata] = storage
@@ -274,14 +277,19 @@ def _launches_recorded(recording: Recording, mode: _RecordAten) -> Iterator[None
         interpreter.GridExecutor.__call__ = original
 
 
-def _refuse_sync(name: str, args: tuple[Any, ...]) -> None:
+def _refuse_sync(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if name in _SYNC_ATEN:
         raise _sync_error(f"aten::{name}")
+    if name == "lift_fresh" and args[0].dim():
+        raise HostSyncError(
+            "aten::lift_fresh (torch.tensor of a sequence, a list as an index) copies from the host, which a "
+            "capturing stream refuses. Make the tensor before the capture."
+        )
     if name in _MASK_INDEXING:
         for index in args[1] or ():
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
                 raise _sync_error(f"aten::{name} with a boolean mask")
-    if name == "repeat_interleave" and len(args) <= 2 and isinstance(args[0], torch.Tensor):
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
         raise _sync_error("aten::repeat_interleave with tensor repeats")
 
 

@@ -153,7 +153,7 @@ def reserve_split(
 
 
 def _hint(geometry: PageGeometry, scope: str) -> str:
-    layout = f", layout={geometry.layout.name}" if geometry.layout is not DSV4 else ""
+    layout = f", layout=by_name({geometry.layout.name!r})" if geometry.layout is not DSV4 else ""
     scoped = f", scope={scope!r}" if scope else ""
     return (
         f"reserve_split(pool, page_size={geometry.page_size}{layout}{scoped}) for a pool of "

@@ -122,9 +122,7 @@ def test_torch_is_read_not_imported(
         ("reference", (A,), "reference"),
     ],
 )
-def test_the_mode_expected(
-    wanted: str, gpus: tuple[Gpu, ...], mode: str, bare: pytest.MonkeyPatch
-) -> None:
+def test_the_mode_expected(wanted: str, gpus: tuple[Gpu, ...], mode: str, bare: pytest.MonkeyPatch) -> None:
     bare.setattr(machine, "installed_gpus", lambda: gpus)
     bare.setenv("SM120_MLA_MODE", wanted)
 

@@ -194,9 +194,7 @@ def test_64_token_pages_are_the_result_themselves(with_indices: bool, registry: 
     out = destination()
     kept = out.clone()
 
-    split = split_pages(
-        pool.view, 64, index([1, 70]) if with_indices else None, buffers=registry, out=out
-    )
+    split = split_pages(pool.view, 64, index([1, 70]) if with_indices else None, buffers=registry, out=out)
 
     assert split.tensor is pool.view
     assert (split.page_size, split.source_page_size) == (64, 64)
@@ -301,7 +299,13 @@ def test_a_length_cuts_its_row_and_is_clamped(
 
 @pytest.mark.parametrize(
     ("rows", "width", "small"),
-    [(1, OWNED_ENTRIES, True), (1, OWNED_ENTRIES + 1, False), (3, 256, True), (3, 257, False), (5, 129, False)],
+    [
+        (1, OWNED_ENTRIES, True),
+        (1, OWNED_ENTRIES + 1, False),
+        (3, 256, True),
+        (3, 257, False),
+        (5, 129, False),
+    ],
 )
 def test_small_index_sets_keep_no_marks(
     rows: int, width: int, small: bool, pool: Pool, registry: PersistentBuffers
@@ -384,7 +388,9 @@ def test_out_may_share_the_pools_storage_where_it_does_not_overlap(registry: Per
 # ---- bad input: a typed error, and nothing has changed
 
 
-def strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def strided(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
     """Zeros of any geometry, in a storage of one page."""
     return torch.as_strided(torch.zeros(4096, dtype=dtype, device=DEVICE), shape, stride)
 
@@ -409,7 +415,11 @@ BAD_INPUT: dict[str, tuple[type[Exception], str, Make]] = {
     "page size too large for the page": (LayoutError, "pool.shape[1]", lambda pool: {"page_size": 192}),
     # the pool
     **{
-        f"pool of {dtype}": (LayoutError, "pool.dtype", lambda pool, dtype=dtype: {"pool": pool.bytes.view(dtype)})
+        f"pool of {dtype}": (
+            LayoutError,
+            "pool.dtype",
+            lambda pool, dtype=dtype: {"pool": pool.bytes.view(dtype)},
+        )
         for dtype in (torch.int8, torch.bool, torch.float8_e5m2, torch.int32, torch.bfloat16)
     },
     "pool of rank 1": (LayoutError, "pool.shape", lambda pool: {"pool": pool.bytes[0]}),
@@ -454,7 +464,11 @@ BAD_INPUT: dict[str, tuple[type[Exception], str, Make]] = {
         "indices.stride(-1)",
         lambda pool: {"indices": strided((2, 3), (6, 2))},
     ),
-    "indices transposed": (ArgumentError, "indices.stride(-1)", lambda pool: {"indices": strided((2, 3), (1, 2))}),
+    "indices transposed": (
+        ArgumentError,
+        "indices.stride(-1)",
+        lambda pool: {"indices": strided((2, 3), (1, 2))},
+    ),
     "indices expanded along a row": (
         ArgumentError,
         "indices.stride(-1)",
@@ -546,7 +560,11 @@ BAD_INPUT: dict[str, tuple[type[Exception], str, Make]] = {
     "validate unknown of a full split": (ArgumentError, "validate", lambda pool: {"validate": "always"}),
     # the destination
     **{
-        f"out of {dtype}": (ArgumentError, "out", lambda pool, dtype=dtype: {"out": destination().view(dtype)})
+        f"out of {dtype}": (
+            ArgumentError,
+            "out",
+            lambda pool, dtype=dtype: {"out": destination().view(dtype)},
+        )
         for dtype in (torch.int8, torch.float8_e4m3fn)
     },
     "out of rank 3": (ArgumentError, "out", lambda pool: {"out": destination()[None]}),

@@ -17,7 +17,9 @@ NAMES = next(s.choices for s in settings.TABLE if s.name == "SM120_MLA_PROFILE")
 
 
 @pytest.fixture
-def registered(pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def registered(
+    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """Profiles registered below a folder of their own; put back afterwards."""
     before = hypothesis.settings.get_current_profile_name()
     for name in ("CI", "SM120_MLA_PROFILE", "SM120_MLA_SHARED_EXAMPLES"):

@@ -14,7 +14,7 @@ from ..targets.base import Target
 from . import text, verdict
 from .verdict import Invariant, Verdict
 
-__all__ = ["CASES", "Record", "Tally", "Violation", "collecting", "hold"]
+__all__ = ["CASES", "Record", "Tally", "Violation", "collecting", "hold", "settle"]
 
 CASES = ".sm120/cases"
 """Where the case of a failing test is written, below the root of the run."""
@@ -95,7 +95,12 @@ def hold(inv_id: str, target: Target, case: Any) -> Verdict:
     """
     __tracebackhide__ = True
     inv = verdict.by_id(inv_id)
-    found = verdict.judge(inv, target, case)
+    return settle(inv, verdict.judge(inv, target, case), target, case)
+
+
+def settle(inv: Invariant, found: Verdict, target: Target, case: Any) -> Verdict:
+    """Record a verdict reached elsewhere, and raise ``Violation`` where the invariant is violated."""
+    __tracebackhide__ = True
     if _records:
         _records[-1].note(inv, found)
     if found.violated:

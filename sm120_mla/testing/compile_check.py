@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import device
+from .. import device, settings
 from ..errors import ArgumentError, UnavailableError
 from ..kernels.spec import CompileSpec
 
@@ -276,13 +276,15 @@ def _compile(jobs: list[_Job], root: Path, timeout_s: float) -> dict[str, Compil
 def _converse(request: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
     """All messages of one child, and how it ended."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as noise:
-        unset = [word for name in _UNSET for word in ("-u", name)]
-        # env(1) rather than a copy of our environment: only `settings` reads that.
         # TMPDIR too: Triton leaves its PTX behind where the assembler fails.
-        places = [f"TRITON_CACHE_DIR={scratch}", f"TMPDIR={scratch}"]
-        command = ["/usr/bin/env", *unset, *places, sys.executable, "-P", str(_CHILD)]
+        environment = settings.environment(*_UNSET, TRITON_CACHE_DIR=scratch, TMPDIR=scratch)
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=noise, start_new_session=True
+            [sys.executable, "-P", str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            env=environment,
+            start_new_session=True,
         )
         timed_out = False
         try:

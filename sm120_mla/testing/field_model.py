@@ -55,9 +55,12 @@ def _split(  # type: ignore[no-untyped-def]
 class FieldTarget:
     """The model as a target; ``guarded`` names the buffers (``mask``, ``split``) that keep their guard."""
 
-    def __init__(self, guarded: frozenset[str] = frozenset({"mask", "split"})) -> None:
+    def __init__(
+        self, guarded: frozenset[str] = frozenset({"mask", "split"}), *, clears_in_capture: bool = True
+    ) -> None:
         self.name = f"field model (guarded: {', '.join(sorted(guarded)) or 'neither'})"
         self._guarded = guarded
+        self._clears_in_capture = clears_in_capture
         self._buffers: dict[str, torch.Tensor] = {}
 
     def supports(self, case: Any, capability: Capability | None) -> Support:
@@ -100,7 +103,8 @@ class FieldTarget:
         if masked:
             assert indices is not None
             rows = indices[:, 0] if indices.dim() == 3 else indices
-            mask.zero_()  # the torch-level write that an unguarded first touch turns into an abort
+            if self._clears_in_capture or not device.is_capturing():
+                mask.zero_()  # the torch-level write that an unguarded first touch turns into an abort
             block = triton.next_power_of_2(rows.shape[1])
             _mark[(rows.shape[0],)](
                 mask, rows, rows.stride(0), rows.shape[1], geometry.tokens, P=page_size, BLOCK=block

@@ -26,7 +26,7 @@ _DEV = Path("/dev")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``id`` is what ``CUDA_VISIBLE_DEVICES`` takes; the rest is known only from the driver's tool."""
+    """One GPU. ``id`` is what ``CUDA_VISIBLE_DEVICES`` takes; the rest the driver's tool may know."""
 
     id: str
     name: str = ""

@@ -68,17 +68,16 @@ def inputs_of(
     table_gap: int = 0,
     garbage: int = 0,
     num_blocks: int = 1 << 18,
-    max_seq_len: int | None = None,
 ) -> C128AInputs:
     """The builder's arguments for one batch.
 
     Real rows depend on ``batch.seed`` alone; padding rows (after the real decode rows) on ``garbage`` too:
-    slot -1, positions, requests of any value. ``max_seq_len`` overrides the width's origin.
+    slot -1, positions and requests of any value. Block-table columns that no real row needs hold -1.
     """
     gen = torch.Generator().manual_seed(batch.seed)
     bad = torch.Generator().manual_seed(batch.seed * 31 + garbage)
     dtype = getattr(torch, batch.dtype)
-    seq = batch.max_seq_len if max_seq_len is None else max_seq_len
+    seq = batch.max_seq_len if batch.width_seq is None else batch.width_seq
     width = active_width(seq, buffers.capacity)
     longest = min(max(batch.max_seq_len, 1), buffers.capacity * C128A_RATIO)
     real = batch.decode + batch.prefill
@@ -99,6 +98,7 @@ def inputs_of(
     storage = torch.randint(
         0, num_blocks, (requests, columns + table_gap), generator=gen, dtype=torch.int64
     ).to(torch.int32)
+    storage[:, longest // C128A_RATIO // block_size + 1 : columns] = -1
     where = run_device()
     return C128AInputs(
         positions=with_padding(positions, garbage_position).to(where, dtype),

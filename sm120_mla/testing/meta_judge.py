@@ -27,18 +27,26 @@ def _first_wrong(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
     )
 
 
-def values_complaint(inputs: C128AInputs, before: Snapshot, after: Snapshot) -> str:
-    """Rows, lengths and what lies around them, against the reference and the memory before."""
+def values_complaint(
+    inputs: C128AInputs, table: torch.Tensor, before: Snapshot, after: tuple[torch.Tensor, ...]
+) -> str:
+    """Rows, lengths and what lies around them, against the reference and the memory before.
+
+    ``table`` is the block table as it was; ``after`` the decode view's content and the three buffers.
+    """
     rows, lens, prefill = want(inputs)
     decode_n, width = rows.shape
     prefill_n = prefill.shape[0]
+    view, decode_after, lens_after, prefill_after = after
+    if not torch.equal(inputs.block_table, table):
+        return "the shared block table was changed in place"
     return (
-        _first_wrong("decode_lens", after[1][:decode_n], lens)
-        or _first_wrong("decode rows", after[0][:decode_n, :width], rows)
-        or _first_wrong("prefill rows", after[2][:prefill_n, :width], prefill)
-        or _first_wrong("decode rows past the batch", after[0][decode_n:], before[0][decode_n:])
-        or _first_wrong("prefill rows past the batch", after[2][prefill_n:], before[2][prefill_n:])
-        or _first_wrong("decode_lens past the batch", after[1][decode_n:], before[1][decode_n:])
+        _first_wrong("decode_lens", lens_after[:decode_n], lens)
+        or _first_wrong("decode rows", view[:, :width], rows)
+        or _first_wrong("prefill rows", prefill_after[:prefill_n, :width], prefill)
+        or _first_wrong("decode rows past the batch", decode_after[decode_n:], before[0][decode_n:])
+        or _first_wrong("prefill rows past the batch", prefill_after[prefill_n:], before[2][prefill_n:])
+        or _first_wrong("decode_lens past the batch", lens_after[decode_n:], before[1][decode_n:])
     )
 
 

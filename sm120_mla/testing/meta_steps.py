@@ -49,7 +49,7 @@ def _batch(boot: Boot, step: Step, rows: int, padding: int = 0, prefill: int = 0
 
 
 def _build(
-    boot: Boot, batch: MetaBatch, max_seq_len: int | None = None
+    boot: Boot, batch: MetaBatch
 ) -> tuple[C128AInputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, Any]]:
     """Build eagerly, and judge what came of it."""
     buffers = boot.metadata()
@@ -60,16 +60,15 @@ def _build(
             requests=_REQUESTS,
             block_size=_BLOCK_SIZE,
             garbage=boot.serial,
-            max_seq_len=max_seq_len,
         )
-        before = buffers.snapshot()
+        before, table = buffers.snapshot(), inputs.block_table.clone()
     views = boot.target.build_c128a(inputs)
     with torch.inference_mode(False):
-        after = buffers.snapshot()
+        after = (views[0].cpu().clone(), *buffers.snapshot())
     capability = boot.case.capability
     on_sm120 = capability is not None and capability[0] == 12
     seen = {
-        "values": meta_judge.values_complaint(inputs, before, after),
+        "values": meta_judge.values_complaint(inputs, table, before, after),
         "view": meta_judge.view_complaint(inputs, capability, *views),
         "stride": meta_judge.stride_complaint(inputs, views[0], views[2]),
         "route": meta_judge.contract_complaint(views[0], views[1], inputs.num_decode_tokens)
@@ -132,11 +131,12 @@ def _serve(boot: Boot, step: Step) -> dict[str, Any]:
     inputs, _, seen = _build(boot, batch)
     held.seen.fill_(-7)
     held.graph.replay()
-    complaint = _serve_complaint(held, inputs)
-    return seen | {"replayed": complaint, "stride": seen["stride"] or complaint}
+    lost, wrong = _serve_complaint(held, inputs)
+    return seen | {"replayed": lost or wrong, "stride": seen["stride"] or wrong}
 
 
-def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> str:
+def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> tuple[str, str]:
+    """Entries the captured view has no column for, and rows read wrongly; each a complaint or ""."""
     rows, lens, _ = want(inputs)
     got = held.seen.cpu()
     columns, width = got.shape[1], inputs.max_compressed_tokens
@@ -146,13 +146,13 @@ def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> str:
     wanted[:, :shared] = torch.where(counted, rows[:, :shared], -1)
     lost = int((lens > columns).sum())
     if lost:
-        return f"{lost} rows have more entries than the {columns} columns of the captured view"
+        return f"{lost} rows have more entries than the {columns} columns of the captured view", ""
     wrong = (got != wanted).any(dim=1).nonzero().flatten().tolist()
     if not wrong:
-        return ""
+        return "", ""
     row = wrong[0]
     column = int((got[row] != wanted[row]).nonzero()[0])
-    return (
+    return "", (
         f"captured at {held.rows} rows and width {held.width}, replayed after a build at width {width}: row {row} "
         f"column {column} reads {int(got[row, column])}, an eager call {int(wanted[row, column])}; {len(wrong)} of "
         f"{held.rows} rows are wrong"

@@ -27,7 +27,7 @@ from .derive import Pool, indices_of, make_pool
 from .guards import noise
 from .meta_batch import Buffers, make_buffers
 from .meta_steps import META_STEPS, ROWS, CapturedStep
-from .observe import frame_of, last_only
+from .observe import first, frame_of, last_only
 
 __all__ = ["Boot", "Note", "OrderLog", "run_order"]
 
@@ -332,7 +332,17 @@ def _replay(boot: Boot, step: Step) -> dict[str, Any]:
     rows[:, : SUB_PAGE * pool.geometry.layout.bytes_per_token] = 0
     held.graph.replay()
     wrong = boot.check(pool, held.indices, rows)
-    return {"wrong": wrong, "replayed": wrong}
+    return {"wrong": wrong, "replayed": wrong or _more_than_touched(held, rows.cpu())}
+
+
+def _more_than_touched(held: _Captured, rows: torch.Tensor) -> str:
+    """Sub-pages a replay wrote that an eager call on the same inputs leaves alone."""
+    geometry = held.pool.geometry
+    pages = reference.touched_pages(held.indices.cpu(), None, geometry.pages, geometry.page_size)
+    ratio = geometry.sub_pages_per_page
+    written = rows[:, : geometry.layout.payload(SUB_PAGE)].any(dim=1).nonzero().flatten().tolist()
+    extra = [sub for sub in written if sub // ratio not in pages]
+    return f"the replay split sub-pages {first(extra)}, of pages its indices do not touch" if extra else ""
 
 
 def _drop_graph(boot: Boot, step: Step) -> dict[str, Any]:

@@ -6,6 +6,7 @@ In an xdist run every worker has it as well; ``collector`` is what only the repo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -111,8 +112,10 @@ def pytest_runtest_makereport(
     record = item.stash.get(_RECORD, None) if call.when == "call" else None
     if record is not None:
         failures = [] if call.excinfo is None else _save_failures(item.config, call.excinfo.value)
-        if record.tallies or failures:
-            item.user_properties.append((report.PROPERTY, report.encode(record.tallies, failures)))
+        generated = _generated(getattr(item, "hypothesis_statistics", ""))
+        if record.tallies or failures or generated:
+            about = report.encode(record.tallies, failures, generated)
+            item.user_properties.append((report.PROPERTY, about))
     result = yield
     if record is not None and result.passed and record.nothing_judged:
         reasons = sorted({reason for tally in record.tallies.values() for reason in tally.reasons})
@@ -142,6 +145,12 @@ def _save_failures(config: pytest.Config, error: BaseException) -> list[dict[str
     case.save(error.file, config.rootpath / check.CASES)
     where = f"{check.CASES}/{error.file.name}"
     return [{"invariant": error.invariant.id, "text": str(error), "case": where}]
+
+
+def _generated(statistics: str) -> int:
+    """Examples that Hypothesis says it ran: its plugin leaves no number, but this text."""
+    phases = re.findall(r"during (\w+) phase.*?(\d+) passing[ a-z]*, (\d+) failing", statistics, re.DOTALL)
+    return sum(int(passing) + int(failing) for phase, passing, failing in phases if phase != "shrink")
 
 
 def _settled(expected: str, mode: str) -> str:

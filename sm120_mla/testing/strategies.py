@@ -8,6 +8,8 @@ from ..case import (
     ENTRY_KINDS,
     LENGTH_KINDS,
     IndexSpec,
+    MetaBatch,
+    MetaCase,
     Offset64Case,
     OrderCase,
     SplitCase,
@@ -17,6 +19,8 @@ from ..layout import LAYOUTS, by_name
 
 __all__ = [
     "index_specs",
+    "meta_batches",
+    "meta_cases",
     "offset64_cases",
     "orders",
     "split_cases",
@@ -127,4 +131,47 @@ def orders(max_steps: int = 9) -> st.SearchStrategy[OrderCase]:
         page_size=st.sampled_from((128, 192, 256)),
         steps=st.lists(steps(), min_size=1, max_size=max_steps).map(tuple),
         seed=SEEDS,
+    )
+
+
+CAPABILITIES = ((12, 0), (12, 1), (9, 0), (10, 0), (10, 3), (11, 0), None)
+"""Every branch of the capability seam."""
+MODEL_LENGTHS = (65_536, 40_000, 16_384, 131_072, 1_000, 200_001)
+"""Tokens; powers of two and not."""
+ROW_COUNTS = (0, 1, 2, 3, 63, 64, 65, 66)
+"""Decode rows: few, and both sides of the 64/65 switch."""
+
+
+@st.composite
+def meta_batches(draw: st.DrawFn, max_model_len: int) -> MetaBatch:
+    """One batch within a model length; the capture dummy run's length plus a block included."""
+    longest = st.one_of(
+        st.integers(0, max_model_len),
+        st.sampled_from((127, 128, 255, 16_384, 16_385, max_model_len, max_model_len + 256)),
+    )
+    return MetaBatch(
+        decode=draw(st.one_of(st.integers(0, 6), st.sampled_from(ROW_COUNTS))),
+        prefill=draw(st.integers(0, 5)),
+        padding=draw(st.sampled_from((0, 0, 1, 3))),
+        max_seq_len=draw(longest),
+        dtype=draw(st.sampled_from(("int32", "int64"))),
+        short=draw(st.sampled_from((False, False, False, True))),
+        seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def meta_cases(
+    draw: st.DrawFn, capabilities: tuple[tuple[int, int] | None, ...] = CAPABILITIES
+) -> MetaCase:
+    """One to three builds into the same buffers, at widths of their own."""
+    max_model_len = draw(st.sampled_from(MODEL_LENGTHS))
+    return MetaCase(
+        capability=draw(st.sampled_from(capabilities)),
+        max_model_len=max_model_len,
+        block_size=draw(st.sampled_from((2, 2, 1, 64))),
+        requests=draw(st.integers(1, 6)),
+        table_gap=draw(st.sampled_from((0, 1, 8))),
+        builds=tuple(draw(st.lists(meta_batches(max_model_len), min_size=1, max_size=3))),
+        seed=draw(SEEDS),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from .. import device
-from ..case import Offset64Case, OrderCase, SplitCase, SubjectCase
+from ..case import MetaCase, Offset64Case, OrderCase, SplitCase, SubjectCase
 from ..layout import SUB_PAGE, PageLayout, by_name
 from ..targets.base import Target
 from .verdict import Invariant, Verdict
@@ -30,7 +31,13 @@ def about(case: Any) -> str:
         where = f"page stride {case.page_stride:,} B, about 2^{case.boundary_bits} B"
         return f"{_layout(by_name(case.layout), case.page_size)}, {where}"
     if isinstance(case, OrderCase):
-        return f"boot {case.name or 'drawn'}: {len(case.steps)} steps, pages of {case.page_size} tokens"
+        steps = "1 step" if len(case.steps) == 1 else f"{len(case.steps)} steps"
+        return f"boot {case.name or 'drawn'}: {steps}, pages of {case.page_size} tokens"
+    if isinstance(case, MetaCase):
+        builds = "1 build" if len(case.builds) == 1 else f"{len(case.builds)} builds"
+        gpu = case.capability
+        where = "no GPU" if gpu is None else f"capability {gpu[0]}.{gpu[1]}"
+        return f"C128A metadata, {where}: {builds}, model length {case.max_model_len:,} tokens"
     if isinstance(case, SubjectCase):
         return f"subject {case.subject}"
     return f"case of kind {case.kind}"
@@ -49,6 +56,6 @@ def render(inv: Invariant, verdict: Verdict, target: Target, case: Any, path: st
     lines = [
         f"target {name} ({how()})      {about(case)}",
         *(line.rstrip() for line in body if line.strip()),
-        f"replay: sm120-mla replay {path} --target {target.name}",
+        f"replay: sm120-mla replay {path} --target {shlex.quote(target.name)}",
     ]
     return "\n  ".join([f"{inv.id} violated: {inv.statement}", *lines])

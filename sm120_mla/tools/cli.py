@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -31,7 +31,7 @@ app = typer.Typer(
     + "; ".join(f"{code} {meaning}" for code, meaning in exits.MEANING.items())
     + ".",
 )
-_USAGE_ERROR = typer.BadParameter.__mro__[1]
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """The base of wrong use of the command line, which typer has from click, or brings itself since 0.29."""
 
 
@@ -54,9 +54,12 @@ class Profile(StrEnum):
     text = "text"
 
 
-ModeOption = Annotated[Mode | None, typer.Option(help="What runs the kernels (default: SM120_MLA_MODE, or auto).")]
+ModeOption = Annotated[
+    Mode | None, typer.Option(help="What runs the kernels (default: SM120_MLA_MODE, or auto).")
+]
 TargetOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Implementation under test (default: SM120_MLA_TARGET, or own).")
+    str | None,
+    typer.Option(metavar="NAME", help="Implementation under test (default: SM120_MLA_TARGET, or own)."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -132,7 +135,7 @@ def faults(
 
 @app.command()
 def replay(
-    case: Annotated[Path, typer.Argument(metavar="CASE.json", help="A case file, as a failing test writes it.")],
+    case: Annotated[Path, typer.Argument(metavar="CASE.json", help="A case file, as a failure writes it.")],
     target: TargetOption = None,
     mode: ModeOption = None,
 ) -> None:
@@ -156,7 +159,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
         return code if isinstance(code, int) else exits.HELD
     except _USAGE_ERROR as error:
-        message = error.format_message()  # type: ignore[attr-defined]
+        message = error.format_message()
         return _say(f"{message or 'no command given.'} See sm120-mla --help.", exits.WRONG_USE)
     except ArgumentError as error:
         return _say(str(error), exits.WRONG_USE)

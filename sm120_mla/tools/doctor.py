@@ -25,6 +25,8 @@ _PACKAGES = ("torch", "triton", "flashinfer-python", "hypothesis", "pytest", "py
 _FLASHINFER_FIRST = (0, 6, 14)
 """First release with SM120 kernels for sparse MLA (DESIGN section 9)."""
 
+_TOOLS = {"ptxas": "assembles for sm_120 without a GPU", "cuobjdump": "reads registers and spills"}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -129,7 +131,9 @@ def _backends() -> Iterator[Finding]:
     from .. import device
 
     torch, triton = _version("torch"), _version("triton")
-    yield Finding("backend", "reference", "yes" if torch else "no", f"torch {torch}" if torch else "needs torch")
+    yield Finding(
+        "backend", "reference", "yes" if torch else "no", f"torch {torch}" if torch else "needs torch"
+    )
     if triton and torch:
         how = "interpreted" if device.interpreting() else "compiled for this GPU"
         yield Finding("backend", "triton", "yes", f"{triton}, {how}")
@@ -171,7 +175,7 @@ def _toolchain() -> Iterator[Finding]:
         yield Finding("compile", "sm_120, sm_121", "no", "triton is not installed")
         return
     folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin"
-    for tool, use in (("ptxas", "assembles for sm_120 without a GPU"), ("cuobjdump", "reads registers and spills")):
+    for tool, use in _TOOLS.items():
         names = sorted(path.name for path in folder.glob(f"{tool}*"))
         detail = f"{use}: {', '.join(names)}" if names else f"not beside triton; {use}"
         yield Finding("compile", tool, "yes" if names else "no", detail)
@@ -181,7 +185,9 @@ def _facts() -> Iterator[Finding]:
     from .. import device
 
     if not device.interpreting():
-        yield Finding("interpreter", "facts", "note", "kernels are compiled here; ask with SM120_MLA_MODE=reference")
+        yield Finding(
+            "interpreter", "facts", "note", "kernels are compiled here; ask with SM120_MLA_MODE=reference"
+        )
         return
     from ..testing import interp_facts
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["HELD", "INTERNAL", "INTERRUPTED", "MEANING", "NOTHING_JUDGED", "VIOLATED", "WRONG_USE", "verdict_code"]
+__all__ = [
+    "HELD",
+    "INTERNAL",
+    "INTERRUPTED",
+    "MEANING",
+    "NOTHING_JUDGED",
+    "VIOLATED",
+    "WRONG_USE",
+    "verdict_code",
+]
 
 HELD = 0
 VIOLATED = 1
@@ -16,7 +25,7 @@ INTERNAL = 131
 MEANING: dict[int, str] = {
     HELD: "all held, and at least one check ran",
     VIOLATED: "a named invariant is violated",
-    NOTHING_JUDGED: "nothing could be judged: the target cannot be imported, is unsupported, or all was skipped",
+    NOTHING_JUDGED: "nothing was judged: the target cannot be imported, is unsupported, or all was skipped",
     WRONG_USE: "wrong use: an option, an argument, a file or a folder",
     INTERRUPTED: "interrupted",
     INTERNAL: "an internal error: of this program, or of the suite",

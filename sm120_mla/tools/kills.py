@@ -110,7 +110,7 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
 
 def _legend(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "  ".join(f"{n} {id}" for n, id in enumerate(_columns(rows), 1))
-    yield "X violated as declared   x violated too   . held   ? unknown   ! not as declared   blank: not asked"
+    yield "X violated as declared   x violated too   . held   ? unknown   ! not as declared"
 
 
 def _on_terminal() -> bool:

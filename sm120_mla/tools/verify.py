@@ -204,7 +204,10 @@ def show(document: dict[str, Any], console: Console) -> None:
     for error in document["errors"]:
         console.print(f"{error['test']} failed, and names no invariant:", style="red", markup=False)
         console.print(error["text"], markup=False, highlight=False, soft_wrap=True)
-    table = Table(title=f"{document['examples']:,} examples, target {document['target']}")
+    from ..testing.report import one_line
+
+    drawn = f"{document['generated']:,} generated"
+    table = Table(title=f"{document['examples']:,} examples judged, {drawn}, target {document['target']}")
     table.add_column("invariant", no_wrap=True)
     for column in ("held", "violated", "unknown", "tests"):
         table.add_column(column, justify="right")
@@ -215,7 +218,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         table.add_row(row["id"], *numbers, document["mode"], _word(row))
     console.print(table)
     for entry in document["not_run"]:
-        line = f"not run: {entry['count']} x {entry['what']}: {entry['why']}"
+        line = f"not run: {entry['count']} x {entry['what']}: {one_line(entry['why'])}"
         console.print(line, style="dim", markup=False, highlight=False)
 
 

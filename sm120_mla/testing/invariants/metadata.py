@@ -39,7 +39,8 @@ ORDER_JUDGES = {
 class _Built:
     inputs: C128AInputs
     before: meta_judge.Snapshot
-    after: meta_judge.Snapshot
+    after: tuple[torch.Tensor, ...]
+    table: torch.Tensor
     views: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -70,9 +71,10 @@ def _builds(target: Target, case: MetaCase) -> list[_Built]:
     buffers, built = _buffers(case), []
     for n in range(len(case.builds)):
         inputs = _inputs(case, n, buffers)
-        before = buffers.snapshot()
+        before, table = buffers.snapshot(), inputs.block_table.clone()
         views = _build(target, case, inputs, f"build {n}")
-        built.append(_Built(inputs, before, buffers.snapshot(), views))
+        after = (views[0].cpu().clone(), *buffers.snapshot())
+        built.append(_Built(inputs, before, after, table, views))
     return built
 
 
@@ -109,7 +111,7 @@ def meta_values(target: Target, case: MetaCase | OrderCase) -> Verdict:
         return of_log("META-VALUES", run_order(target, case))
     built = _builds(target, case)
     return _first_complaint(
-        [meta_judge.values_complaint(b.inputs, b.before, b.after) for b in built],
+        [meta_judge.values_complaint(b.inputs, b.table, b.before, b.after) for b in built],
         ORDER_JUDGES["META-VALUES"][1],
     )
 
