@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def where(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["cpu", "cuda"])
 def kernel_where(request: pytest.FixtureRequest) -> str:
     """A device that this process's kernels run on."""
-    if INTERPRETED != (request.param == "cpu"):
+    if (request.param == "cpu") is not INTERPRETED:
         pytest.skip(f"kernels are {'interpreted' if INTERPRETED else 'compiled'} in this process")
     return str(request.param)
 
@@ -108,7 +108,7 @@ def over_lists(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> torch.Tenso
 
 def without_a_sync(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
     x.masked_fill_(y > 0, -1.0)
-    picked = torch.repeat_interleave(x[:, 0], i[:, 0], output_size=int(i.shape[0]) * 0 + 6)
+    picked = x[:, 0].repeat_interleave(torch.full((6,), 2, device=x.device), output_size=12)
     return torch.nn.functional.pad(picked, (0, 2)) + len(x)
 
 
@@ -122,16 +122,21 @@ AGREE: dict[str, Work] = {
     "indices": by_index,
     "lists": over_lists,
     "another dtype": lambda x, y, i: (x.bfloat16() + 1, i.to(torch.uint8), x.double().sum()),
+    "what looks like a sync": without_a_sync,
     "an input returned": lambda x, y, i: x.add_(1),
     "nothing": lambda x, y, i: None,
 }
+
+
+def leaves(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if leaf is not None]
 
 
 def check_agreement(work: Work, where: str) -> None:
     held = inputs(where)
     work(*inputs(where))
     graph = graphs.capture(lambda: work(*held), device_type=where)
-    addresses = [t.data_ptr() for t in tree_flatten(graph.result)[0]]
+    addresses = [t.data_ptr() for t in leaves(graph.result)]
     for seed in (1, 2):
         fresh = inputs(where, seed)
         for mine, new in zip(held, fresh, strict=True):
@@ -140,12 +145,11 @@ def check_agreement(work: Work, where: str) -> None:
         graph.replay()
 
         wanted = work(*fresh)
-        got, want = tree_flatten((graph.result, held)), tree_flatten((wanted, fresh))
-        assert got[1] == want[1]
-        for a, b in zip(got[0], want[0], strict=True):
+        assert tree_flatten(graph.result)[1] == tree_flatten(wanted)[1]
+        for a, b in zip(leaves((graph.result, held)), leaves((wanted, fresh)), strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-    assert [t.data_ptr() for t in tree_flatten(graph.result)[0]] == addresses
+    assert [t.data_ptr() for t in leaves(graph.result)] == addresses
     graph.drop()
 
 
@@ -299,12 +303,12 @@ def test_addresses_name_every_run_of_memory_once() -> None:
 
 
 def test_memory_freed_since_is_noticed_before_anything_is_written() -> None:
-    x, lost = torch.zeros(4), torch.zeros(4)
-    graph = graphs.capture(lambda: x.add_(1).add_(lost), device_type="cpu")
-    address = lost.data_ptr()
+    x, others = torch.zeros(4), [torch.zeros(4)]
+    graph = graphs.capture(lambda: x.add_(1).add_(others[0]), device_type="cpu")
+    address = others[0].data_ptr()
     x.zero_()
 
-    del lost
+    others.clear()
     held = {a.address: a.alive for a in graph.addresses() or ()}
 
     assert held == {x.data_ptr(): True, address: False}
@@ -315,10 +319,10 @@ def test_memory_freed_since_is_noticed_before_anything_is_written() -> None:
 
 @interpreted
 def test_memory_a_launch_recorded_and_freed_since_is_noticed() -> None:
-    x, lost, out = (torch.zeros(4) for _ in range(3))
-    graph = graphs.capture(lambda: scaled_add[(1,)](x, lost, out, 4, 1.0, BLOCK=4), device_type="cpu")
+    x, out, others = torch.zeros(4), torch.zeros(4), [torch.zeros(4)]
+    graph = graphs.capture(lambda: scaled_add[(1,)](x, others[0], out, 4, 1.0, BLOCK=4), device_type="cpu")
 
-    del lost
+    others.clear()
     gc.collect()  # the interpreter leaves the arguments of a launch in a cycle
 
     with pytest.raises(StaleAddressError, match="kernel scaled_add recorded 16 bytes"):
@@ -326,11 +330,11 @@ def test_memory_a_launch_recorded_and_freed_since_is_noticed() -> None:
 
 
 def test_memory_behind_a_view_lives_as_long_as_the_view() -> None:
-    storage = torch.zeros(8)
-    view, reached = storage[2:4], storage[2:4].fill_(1)
-    graph = graphs.capture(lambda: reached.mul_(2), device_type="cpu")
+    others = [torch.ones(8)]
+    view = others[0][2:4]
+    graph = graphs.capture(lambda: others[0].mul_(2), device_type="cpu")
 
-    del storage, reached
+    others.clear()
     graph.replay()
 
     assert view.tolist() == [4.0, 4.0]
@@ -363,60 +367,71 @@ def test_memory_adopted_inside_is_not_owned() -> None:
 # ---- what is refused
 
 
-X, B, I = torch.arange(6.0), torch.arange(6) > 2, torch.tensor([1, 0, 2])  # noqa: E741
-SYNCS: dict[str, tuple[Callable[[], Any], str]] = {
-    "item": (lambda: X.sum().item(), "Tensor.item()"),
-    "tolist": (lambda: X.tolist(), "Tensor.tolist()"),
-    "cpu": (lambda: X.cpu(), "Tensor.cpu()"),
-    "numpy": (lambda: X.numpy(), "Tensor.numpy()"),
-    "detach then numpy": (lambda: X.detach().numpy(), "Tensor.numpy()"),
-    "np.asarray": (lambda: np.asarray(X), "Tensor.__array__()"),
-    "float": (lambda: float(X[0]), "Tensor.__float__()"),
-    "int": (lambda: int(X[0]), "Tensor.__int__()"),
-    "complex": (lambda: complex(X[0]), "Tensor.__complex__()"),
-    "math.floor": (lambda: math.floor(X[0]), "Tensor.__float__()"),
-    "index of a list": (lambda: [4, 5][I[0]], "Tensor.__index__()"),
-    "range": (lambda: range(I[0]), "Tensor.__index__()"),
-    "bool": (lambda: bool(B[0]), "Tensor.__bool__()"),
-    "if": (lambda: 1 if X.max() > 3 else 0, "Tensor.__bool__()"),
-    "not": (lambda: not B[0], "Tensor.__bool__()"),
-    "assert": (lambda: all(flag for flag in B), "Tensor.__bool__()"),
-    "sorted": (lambda: sorted(X), "Tensor.__bool__()"),
-    "in": (lambda: 3.0 in X, "Tensor.__contains__()"),
-    "print": (lambda: str(X), "Tensor.__repr__()"),
-    "format": (lambda: f"{X[0]:.2f}", "aten::_local_scalar_dense"),
-    "slice bound": (lambda: X[I[0] :], "aten::_local_scalar_dense"),
-    "number of a fill": (lambda: torch.full((2,), X[0]), "aten::_local_scalar_dense"),
-    "number of an arange": (lambda: torch.arange(I[2]), "aten::_local_scalar_dense"),
-    "bytes of the storage": (lambda: bytes(X.untyped_storage()), "aten::_local_scalar_dense"),
-    "is_nonzero": (lambda: torch.is_nonzero(X[0]), "aten::_local_scalar_dense"),
-    "one_hot": (lambda: torch.nn.functional.one_hot(I), "aten::_local_scalar_dense"),
-    "nonzero": (lambda: X.nonzero(), "aten::nonzero"),
-    "nonzero as tuple": (lambda: X.nonzero(as_tuple=True), "aten::nonzero"),
-    "where of one argument": (lambda: torch.where(B), "aten::nonzero"),
-    "argwhere": (lambda: torch.argwhere(X), "aten::nonzero"),
-    "read by mask": (lambda: X[B], "aten::index with a boolean mask"),
-    "read by mask of rows": (lambda: X.view(6, 1)[B, 0], "aten::index with a boolean mask"),
-    "read by byte mask": (lambda: X[B.to(torch.uint8)], "aten::index with a boolean mask"),
-    "write by mask": (lambda: X.__setitem__(B, X[:3]), "aten::index_put_ with a boolean mask"),
-    "index_put_ by mask": (
-        lambda: X.index_put_((B,), X[:3], accumulate=True),
+def sample() -> Inputs:
+    """Numbers, which of them are above 2, and indices."""
+    x = torch.arange(6.0)
+    return x, x > 2, torch.tensor([1, 0, 2])
+
+
+SYNCS: dict[str, tuple[Work, str]] = {
+    "item": (lambda x, b, i: x.sum().item(), "Tensor.item()"),
+    "tolist": (lambda x, b, i: x.tolist(), "Tensor.tolist()"),
+    "cpu": (lambda x, b, i: x.cpu(), "Tensor.cpu()"),
+    "numpy": (lambda x, b, i: x.numpy(), "Tensor.numpy()"),
+    "detach then numpy": (lambda x, b, i: x.detach().numpy(), "Tensor.numpy()"),
+    "np.asarray": (lambda x, b, i: np.asarray(x), "Tensor.__array__()"),
+    "float": (lambda x, b, i: float(x[0]), "Tensor.__float__()"),
+    "int": (lambda x, b, i: int(x[0]), "Tensor.__int__()"),
+    "complex": (lambda x, b, i: complex(x[0]), "Tensor.__complex__()"),
+    "math.floor": (lambda x, b, i: math.floor(x[0]), "Tensor.__float__()"),
+    "index of a list": (lambda x, b, i: [4, 5][i[0]], "Tensor.__index__()"),
+    "range": (lambda x, b, i: range(i[0]), "Tensor.__index__()"),
+    "bool": (lambda x, b, i: bool(b[0]), "Tensor.__bool__()"),
+    "if": (lambda x, b, i: 1 if x.max() > 3 else 0, "Tensor.__bool__()"),
+    "not": (lambda x, b, i: not b[0], "Tensor.__bool__()"),
+    "assert": (lambda x, b, i: all(flag for flag in b), "Tensor.__bool__()"),
+    "sorted": (lambda x, b, i: sorted(x), "Tensor.__bool__()"),
+    "in": (lambda x, b, i: 3.0 in x, "Tensor.__contains__()"),
+    "print": (lambda x, b, i: str(x), "Tensor.__repr__()"),
+    "format": (lambda x, b, i: f"{x[0]:.2f}", "aten::_local_scalar_dense"),
+    "slice bound": (lambda x, b, i: x[i[0] :], "aten::_local_scalar_dense"),
+    "number of a fill": (lambda x, b, i: torch.full((2,), x[0]), "aten::_local_scalar_dense"),
+    "number of an arange": (lambda x, b, i: torch.arange(i[2]), "aten::_local_scalar_dense"),
+    "bytes of the storage": (lambda x, b, i: bytes(x.untyped_storage()), "aten::_local_scalar_dense"),
+    "is_nonzero": (lambda x, b, i: torch.is_nonzero(x[0]), "aten::_local_scalar_dense"),
+    "one_hot": (lambda x, b, i: torch.nn.functional.one_hot(i), "aten::_local_scalar_dense"),
+    "nonzero": (lambda x, b, i: x.nonzero(), "aten::nonzero"),
+    "nonzero as tuple": (lambda x, b, i: x.nonzero(as_tuple=True), "aten::nonzero"),
+    "where of one argument": (lambda x, b, i: torch.where(b), "aten::nonzero"),
+    "argwhere": (lambda x, b, i: torch.argwhere(x), "aten::nonzero"),
+    "read by mask": (lambda x, b, i: x[b], "aten::index with a boolean mask"),
+    "read by mask of rows": (lambda x, b, i: x.view(6, 1)[b, 0], "aten::index with a boolean mask"),
+    "read by byte mask": (lambda x, b, i: x[b.to(torch.uint8)], "aten::index with a boolean mask"),
+    "write by mask": (
+        lambda x, b, i: x.__setitem__(b, x[:3].clone()),
         "aten::index_put_ with a boolean mask",
     ),
-    "index_put by mask": (lambda: X.index_put((B,), X[:3]), "aten::index_put with a boolean mask"),
-    "masked_select": (lambda: X.masked_select(B), "aten::masked_select"),
-    "combinations": (lambda: torch.combinations(X), "aten::masked_select"),
-    "unique": (lambda: X.unique(), "aten::_unique2"),
-    "unique with inverse": (lambda: torch.unique(X, return_inverse=True), "aten::_unique2"),
-    "unique rows": (lambda: torch.unique(X.view(2, 3), dim=0), "aten::unique_dim"),
-    "unique_consecutive": (lambda: X.unique_consecutive(), "aten::unique_consecutive"),
-    "bincount": (lambda: I.bincount(), "aten::bincount"),
-    "equal": (lambda: torch.equal(X, X), "aten::equal"),
-    "allclose": (lambda: torch.allclose(X, X), "aten::allclose"),
-    "repeat_interleave": (lambda: I.repeat_interleave(I), "aten::repeat_interleave with tensor repeats"),
-    "torch.tensor": (lambda: torch.tensor([1, 2]), "aten::lift_fresh"),
-    "from_numpy": (lambda: torch.from_numpy(np.ones(2)), "aten::lift_fresh"),
-    "index by list": (lambda: X[[1, 0]], "aten::lift_fresh"),
+    "index_put_ by mask": (
+        lambda x, b, i: x.index_put_((b,), x[:3].clone(), accumulate=True),
+        "aten::index_put_ with a boolean mask",
+    ),
+    "index_put by mask": (lambda x, b, i: x.index_put((b,), x[:3]), "aten::index_put with a boolean mask"),
+    "masked_select": (lambda x, b, i: x.masked_select(b), "aten::masked_select"),
+    "combinations": (lambda x, b, i: torch.combinations(x), "aten::masked_select"),
+    "unique": (lambda x, b, i: x.unique(), "aten::_unique2"),
+    "unique with inverse": (lambda x, b, i: torch.unique(x, return_inverse=True), "aten::_unique2"),
+    "unique rows": (lambda x, b, i: torch.unique(x.view(2, 3), dim=0), "aten::unique_dim"),
+    "unique_consecutive": (lambda x, b, i: x.unique_consecutive(), "aten::unique_consecutive"),
+    "bincount": (lambda x, b, i: i.bincount(), "aten::bincount"),
+    "equal": (lambda x, b, i: torch.equal(x, x), "aten::equal"),
+    "allclose": (lambda x, b, i: torch.allclose(x, x), "aten::allclose"),
+    "repeat_interleave": (
+        lambda x, b, i: i.repeat_interleave(i),
+        "aten::repeat_interleave with tensor repeats",
+    ),
+    "torch.tensor": (lambda x, b, i: torch.tensor([1, 2]), "aten::lift_fresh"),
+    "from_numpy": (lambda x, b, i: torch.from_numpy(np.ones(2)), "aten::lift_fresh"),
+    "index by list": (lambda x, b, i: x[[1, 0]], "aten::lift_fresh"),
 }
 
 
@@ -424,33 +439,33 @@ SYNCS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_host_sync_is_refused_by_name(name: str) -> None:
     work, op = SYNCS[name]
-    work()  # outside a capture it is nobody's business
-    before = X.clone()
+    work(*sample())  # outside a capture it is nobody's business
+    x, b, i = sample()
 
     with pytest.raises(HostSyncError) as caught:
-        graphs.capture(work, device_type="cpu")
+        graphs.capture(lambda: work(x, b, i), device_type="cpu")
 
     assert str(caught.value).startswith(op)
     assert "capturing stream refuses" in str(caught.value)
-    work()
-    assert torch.equal(X, before) or name.startswith(("write", "index_put_"))
+    assert torch.equal(x, sample()[0])
 
 
-HARMLESS: dict[str, Callable[[], Any]] = {
-    "shape": lambda: (X.shape[0], len(X), X.numel(), X.stride(), X.data_ptr(), X.device, X.dtype),
-    "iteration over rows": lambda: sum(row for row in X),
-    "an integer index": lambda: X[I],
-    "where": lambda: torch.where(B, X, 0.0),
-    "masked_fill": lambda: X.masked_fill(B, 0.0),
-    "copy": lambda: copy.deepcopy(X),
-    "repeat_interleave of known size": lambda: I.repeat_interleave(I, output_size=3),
-    "sizes known": lambda: torch.full((2,), 1.0) + torch.arange(2),
+HARMLESS: dict[str, Work] = {
+    "shape": lambda x, b, i: (x.shape[0], len(x), x.numel(), x.stride(), x.data_ptr(), x.device, x.dtype),
+    "iteration over rows": lambda x, b, i: sum(row for row in x),
+    "an integer index": lambda x, b, i: x[i],
+    "where": lambda x, b, i: torch.where(b, x, 0.0),
+    "masked_fill": lambda x, b, i: x.masked_fill(b, 0.0),
+    "copy": lambda x, b, i: copy.deepcopy(x),
+    "repeat_interleave of known size": lambda x, b, i: i.repeat_interleave(i, output_size=3),
+    "sizes known": lambda x, b, i: torch.full((2,), 1.0) + torch.arange(2),
 }
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_needs_no_value_is_allowed(name: str) -> None:
-    graph = graphs.capture(HARMLESS[name], device_type="cpu")
+    x, b, i = sample()
+    graph = graphs.capture(lambda: HARMLESS[name](x, b, i), device_type="cpu")
 
     graph.replay()
 
@@ -489,9 +504,9 @@ def fail() -> None:
     ("work", "error"),
     [
         (fail, ZeroDivisionError),
-        (lambda: X.tolist(), HostSyncError),
-        (lambda: X.nonzero(), HostSyncError),
-        (lambda: X @ torch.ones(7), RuntimeError),
+        (lambda: torch.ones(3).tolist(), HostSyncError),
+        (lambda: torch.ones(3).nonzero(), HostSyncError),
+        (lambda: torch.ones(3) @ torch.ones(7), RuntimeError),
         (lambda: graphs.capture(fail, device_type="cpu"), CaptureError),
     ],
 )
@@ -509,8 +524,8 @@ def test_a_failed_capture_leaves_no_state(work: Callable[[], Any], error: type[E
 
 @interpreted
 def test_a_kernel_that_fails_in_a_capture_leaves_no_state() -> None:
-    with pytest.raises(Exception, match="no_such_argument|unexpected keyword"):
-        graphs.capture(lambda: count_programs[(1,)](X, no_such_argument=1), device_type="cpu")
+    with pytest.raises(TypeError):
+        graphs.capture(lambda: scaled_add[(1,)](torch.ones(1)), device_type="cpu")
 
     assert_no_capture_is_left()
 
@@ -569,22 +584,18 @@ def test_on_replay_is_called_after_each_replay(where: str) -> None:
 
 
 def test_a_replay_that_is_refused_calls_nobody() -> None:
-    lost, seen = torch.zeros(2), []
+    held, seen = [torch.zeros(2)], []
 
     def work() -> None:
-        lost.add_(1)
+        held[0].add_(1)
         token = device.current_capture()
         assert token is not None
         token.on_replay.append(lambda: seen.append(1))
 
     graph = graphs.capture(work, device_type="cpu")
 
-    def forget() -> Iterator[None]:
-        nonlocal lost
-        lost = torch.zeros(2)
-        yield
+    held.clear()
 
-    next(forget())
     with pytest.raises(StaleAddressError):
         graph.replay()
     assert seen == []
