@@ -116,13 +116,9 @@ def test_no_kinds_means_no_token() -> None:
     assert bool((values(spec(kinds=())) == -1).all())
 
 
-@pytest.mark.parametrize("kind", ENTRY_KINDS)
-def test_an_empty_pool_has_no_valid_token(kind: str) -> None:
-    found = values(spec(kinds=(kind,)), tokens=0)
-
-    assert not bool(((found >= 0) & (found < 0)).any())
-    if kind in ("valid", "window", "duplicate"):
-        assert not found.any()
+@pytest.mark.parametrize("kind", ["valid", "window", "duplicate"])
+def test_an_empty_pool_has_no_valid_token_so_entries_lie_at_its_end(kind: str) -> None:
+    assert not values(spec(kinds=(kind,)), tokens=0).any()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(0, 0), (0, 7), (7, 0), (1, 1)])

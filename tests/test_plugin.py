@@ -223,8 +223,10 @@ def test_failures_that_name_no_invariant_are_errors(suite: Run, pytester: pytest
 def test_broken(): raise RuntimeError("not a verdict")
 
 def test_expected(target):
+    hold("SPLIT-ONE", target, case("fine"))
     with pytest.raises(AssertionError):
         hold("SPLIT-ONE", target, case("bad"))
+    hold("SPLIT-ONE", target, case("what follows is shrinking"))
 
 def test_no_such(target): hold("SPLIT-NONE", target, case("fine"))
 
@@ -243,6 +245,7 @@ def test_teardown(torn): pass
         any(word in text for text in texts) for word in ("not a verdict", "SPLIT-NONE", "in teardown")
     ] == [True] * 3
     assert document["failures"] == []
+    assert row(document, "SPLIT-ONE")["held"] == 1
     assert not (pytester.path / check.CASES).exists()
 
 

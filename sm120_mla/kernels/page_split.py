@@ -3,7 +3,7 @@
 Three kernels. ``full_kernel`` copies every sub-page. ``owned_kernel`` serves index sets that one program
 can hold: every program reads all indices and copies the sub-pages it owns (sub-page number modulo the
 grid), so nothing is shared, claimed or remembered. ``claimed_kernel`` serves larger sets: each program
-reads a chunk and claims sub-pages through 64-bit marks, copying those it was first to claim.
+reads a chunk and claims sub-pages one by one through 64-bit marks, copying those it was first to claim.
 
 A mark holds the epoch of the launch that last claimed its sub-page. The epoch comes from a ticket that
 every program of a launch adds to: the programs of one launch together always add ``1 << EPOCH_SHIFT``, so
@@ -245,30 +245,35 @@ def claimed_kernel(
     counted = (index >= 0) & (index < tokens) & (column < limit)
     sub_page = index // SUB_TOKENS
     repeated = (left >= 0) & (left // SUB_TOKENS == sub_page)
-    claim = counted & (repeated == 0)
-    before = tl.atomic_xchg(
-        marks + HEADER + tl.where(claim, sub_page, 0), epoch, mask=claim, sem="relaxed"
-    )
-    todo = tl.where(claim & (before != epoch), sub_page, -1)
-    out = tl.max(todo, axis=None)
-    while out >= 0:
-        _copy_sub_page(
-            src,
-            dst,
-            out,
-            0,
-            page_stride,
-            UNIT,
-            RATIO,
-            DATA,
-            FOOTER,
-            FOOTER_BLOCK,
-            DST_STRIDE,
-            PIECES,
-            BLOCK,
-        )
-        todo = tl.where(todo == out, -1, todo)
-        out = tl.max(todo, axis=None)
+    # Claimed one at a time, in an order of the program's own, so that programs share the work.
+    order = (row * tl.num_programs(1) + part) * 40503 & 0xFFFF
+    todo = tl.where(counted & (repeated == 0), sub_page ^ order, -1)
+    next_one = tl.max(todo, axis=0)
+    while next_one >= 0:
+        out = next_one ^ order
+        if tl.atomic_xchg(marks + HEADER + out, epoch, sem="relaxed") != epoch:
+            _copy_sub_page(
+                src,
+                dst,
+                out,
+                0,
+                page_stride,
+                UNIT,
+                RATIO,
+                DATA,
+                FOOTER,
+                FOOTER_BLOCK,
+                DST_STRIDE,
+                PIECES,
+                BLOCK,
+            )
+        todo = tl.where(todo == next_one, -1, todo)
+        # What others have claimed meanwhile need not be asked for. An atomic read, because a plain one is
+        # made by each warp for itself, and warps that see different marks part ways.
+        at_mark = marks + HEADER + tl.where(todo >= 0, todo ^ order, 0)
+        taken = tl.atomic_add(at_mark, 0, mask=todo >= 0, sem="relaxed")
+        todo = tl.where(taken == epoch, -1, todo)
+        next_one = tl.max(todo, axis=0)
 
 
 def full_config(lane: int, interpreted: bool = INTERPRETED) -> SplitConfig:
@@ -289,7 +294,7 @@ def claimed_config(lane: int, interpreted: bool = INTERPRETED) -> SplitConfig:
     """Launch configuration of ``claimed_kernel`` for ``lane``-byte loads."""
     if interpreted:
         return SplitConfig(block=65536, num_warps=4, chunk=128)
-    return SplitConfig(block=min(65536, 4096 * lane), num_warps=16, chunk=8)
+    return SplitConfig(block=min(65536, 4096 * lane), num_warps=8, chunk=16)
 
 
 def full_constexprs(

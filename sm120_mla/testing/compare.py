@@ -98,11 +98,11 @@ def compare_sub_pages(
 
 def _counts(layout: PageLayout, differs: torch.Tensor) -> dict[str, int]:
     """Differing bytes by field, in layout order."""
-    per_byte = differs.sum(dim=0).tolist()
-    counts = {field.name: 0 for field in layout.fields}
-    for byte, count in enumerate(per_byte):
-        if count:
-            counts[layout.locate(byte, SUB_PAGE).field] += count
+    per_byte, counts = differs.sum(dim=0), {}
+    for field in layout.fields:
+        record = layout.token_bytes if field.region == "token" else layout.footer_bytes
+        first = layout.offset(field.name, 0, SUB_PAGE) + torch.arange(SUB_PAGE) * record
+        counts[field.name] = int(per_byte[first[:, None] + torch.arange(field.nbytes)].sum())
     return counts
 
 

@@ -55,7 +55,7 @@ def render(inv: Invariant, verdict: Verdict, target: Target, case: Any, path: st
     body = [verdict.headline, *verdict.details.splitlines()]
     lines = [
         f"target {name} ({how()})      {about(case)}",
-        *(line.rstrip() for line in body if line.strip()),
+        *(line for line in body if line.strip()),
         f"replay: sm120-mla replay {path} --target {shlex.quote(target.name)}",
     ]
     return "\n  ".join([f"{inv.id} violated: {inv.statement}", *lines])

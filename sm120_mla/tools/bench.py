@@ -180,7 +180,9 @@ def bench_metadata() -> list[Row]:
 
         nbytes = rows * capacity * 4
         times = time_graph([call(seed) for seed in range(CALLS)])
-        rows_out.append(_row(f"C128A build, {rows:,} decode rows x 8,192 columns", times, nbytes, "bytes written"))
+        rows_out.append(
+            _row(f"C128A build, {rows:,} decode rows x 8,192 columns", times, nbytes, "bytes written")
+        )
     return rows_out
 
 

@@ -24,7 +24,6 @@ __all__ = ["app", "main", "run"]
 app = typer.Typer(
     name="sm120-mla",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Property tests and invariant checks of the sm120_mla kernel stack. Exit codes: "
@@ -70,13 +69,16 @@ def _version(asked: bool) -> None:
         raise typer.Exit(exits.HELD)
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(_say("no command given", exits.WRONG_USE))
 
 
 @app.command()
@@ -159,8 +161,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
         return code if isinstance(code, int) else exits.HELD
     except _USAGE_ERROR as error:
-        message = error.format_message()
-        return _say(f"{message or 'no command given.'} See sm120-mla --help.", exits.WRONG_USE)
+        return _say(f"{error.format_message()} See sm120-mla --help.", exits.WRONG_USE)
     except ArgumentError as error:
         return _say(str(error), exits.WRONG_USE)
     except UnavailableError as error:
