@@ -191,6 +191,10 @@ StepKind = Literal[
 ]
 
 
+_BARE = ("restart", "reserve", "torch_write")
+_BATCHED = ("autotune", "build", "prefill", "capture_step", "serve")
+
+
 class Step(_Frozen):
     """One step of a boot. ``inference`` is the mode it runs in; ``arg`` depends on the step.
 
@@ -204,6 +208,13 @@ class Step(_Frozen):
     arg: int = Field(default=0, ge=0, le=1 << 16)
     batch: int = Field(default=2, ge=1, le=128)
     seq: int = Field(default=1024, ge=1, le=1 << 20)
+
+    def __str__(self) -> str:
+        """The step as one call of a program."""
+        given = "" if self.do in _BARE else f"arg={self.arg}"
+        if self.do in _BATCHED:
+            given += f", batch={self.batch}, seq={self.seq}"
+        return f"{self.do}({given})" + (" under inference_mode" if self.inference else "")
 
 
 class OrderCase(_Frozen):
@@ -224,8 +235,7 @@ class OrderCase(_Frozen):
 
     def __str__(self) -> str:
         """One line a step, as a program."""
-        lines = [f"  {s.do}({s.arg}){' under inference_mode' if s.inference else ''}" for s in self.steps]
-        return "\n".join(lines)
+        return "\n".join(str(step) for step in self.steps)
 
 
 class SubjectCase(_Frozen):

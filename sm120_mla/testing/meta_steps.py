@@ -132,7 +132,7 @@ def _serve(boot: Boot, step: Step) -> dict[str, Any]:
     held.seen.fill_(-7)
     held.graph.replay()
     lost, wrong = _serve_complaint(held, inputs)
-    return seen | {"replayed": lost or wrong, "stride": seen["stride"] or wrong}
+    return seen | {"replayed": wrong or lost, "stride": seen["stride"] or wrong}
 
 
 def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> tuple[str, str]:
@@ -145,14 +145,13 @@ def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> tuple[str, str]
     counted = torch.arange(shared) < lens[:, None]
     wanted[:, :shared] = torch.where(counted, rows[:, :shared], -1)
     lost = int((lens > columns).sum())
-    if lost:
-        return f"{lost} rows have more entries than the {columns} columns of the captured view", ""
+    complaint = f"{lost} rows have more entries than the {columns} columns of the captured view" if lost else ""
     wrong = (got != wanted).any(dim=1).nonzero().flatten().tolist()
     if not wrong:
-        return "", ""
+        return complaint, ""
     row = wrong[0]
     column = int((got[row] != wanted[row]).nonzero()[0])
-    return "", (
+    return complaint, (
         f"captured at {held.rows} rows and width {held.width}, replayed after a build at width {width}: row {row} "
         f"column {column} reads {int(got[row, column])}, an eager call {int(wanted[row, column])}; {len(wrong)} of "
         f"{held.rows} rows are wrong"

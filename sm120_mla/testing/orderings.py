@@ -85,12 +85,8 @@ class OrderLog:
         return self.notes[-1].error if self.notes else None
 
     def program(self, upto: int) -> str:
-        """The steps up to one, as a program."""
-        lines = []
-        for note in self.notes[: upto + 1]:
-            mode = " under inference_mode" if note.step.inference else ""
-            lines.append(f"{note.step.do}({note.step.arg}){mode}")
-        return "; ".join(lines)
+        """The steps up to one, as a program on one line."""
+        return "; ".join(str(note.step) for note in self.notes[: upto + 1])
 
 
 @dataclass
