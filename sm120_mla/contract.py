@@ -1,8 +1,8 @@
 """What FlashInfer's SM120 sparse MLA demands of index tensors, as pure functions over numbers. No torch.
 
 Generations: ``A/B`` is 0.6.14 to 0.6.18, ``C/D`` 0.7.x. Read in their sources: the A/B prefill orchestrator
-(csrc/sparse_mla_sm120.cu, lines 158-277 at 0.6.18), the A/B decode binding (csrc/sparse_mla_sm120_jit_binding.cu,
-lines 95-157), and attention_validation.h of 0.7.4, lines 152-235.
+(csrc/sparse_mla_sm120.cu, lines 158-277 at 0.6.18), the A/B decode binding
+(csrc/sparse_mla_sm120_jit_binding.cu, lines 95-157), and attention_validation.h of 0.7.4, lines 152-235.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GENERATIONS = ("A/B", "C/D")
 
 @dataclass(frozen=True)
 class IndexTensor:
-    """An index or length tensor by its metadata. ``name`` is FlashInfer's own (``indices``, ``eidx``, ``etl``)."""
+    """An index or length tensor by its metadata. ``name`` is FlashInfer's: ``indices``, ``eidx``, ``etl``."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,6 +80,4 @@ def needs(tensor: IndexTensor, rows: int, generation: str = "A/B") -> str | None
 
 def _known(generation: str) -> None:
     if generation not in GENERATIONS:
-        raise ArgumentError(
-            "generation", repr(generation), f"one of {', '.join(GENERATIONS)}", "Correct it."
-        )
+        raise ArgumentError("generation", repr(generation), f"one of {', '.join(GENERATIONS)}", "Correct it.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import settings
 from .errors import ArgumentError, UnavailableError
@@ -120,7 +120,8 @@ def shared_memory_limit(device: torch.device | str | int | None = None) -> int |
         return None
     import torch
 
-    return int(torch.cuda.get_device_properties(device or 0).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device or 0)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def sm_count(device: torch.device | str | int | None = None) -> int | None:

@@ -24,18 +24,52 @@ __all__ = ["HeldAddress", "Recording", "record"]
 
 # What a capturing stream refuses because the host would have to wait for a value. Names as torch has them.
 _SYNC_METHODS = frozenset(
-    "item tolist cpu numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ "
-    "__repr__".split()
+    {
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "__repr__",
+    }
 )
 _SYNC_ATEN = frozenset(
-    "_local_scalar_dense is_nonzero nonzero masked_select equal allclose unique_dim unique_consecutive _unique "
-    "_unique2 bincount argwhere".split()
+    {
+        "_local_scalar_dense",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "allclose",
+        "argwhere",
+        "unique_dim",
+        "unique_consecutive",
+        "_unique",
+        "_unique2",
+        "bincount",
+    }
 )
 _MASK_INDEXING = frozenset(
-    "index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put".split()
+    ["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"]
 )
 _NO_WORK = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided empty_permuted lift_fresh detach set_".split()
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "lift_fresh",
+        "detach",
+        "set_",
+    }
 )
 
 
@@ -160,7 +194,7 @@ class Recording:
                 dtype=leaf.dtype,
                 size=tuple(leaf.size()),
                 stride=tuple(leaf.stride()),
-                offset=leaf.storage_offset(),
+                offset=int(leaf.storage_offset()),
                 weak=StorageWeakRef(storage),
                 strong=self.inside.get(storage._cdata),
             )
@@ -265,9 +299,7 @@ def _launches_recorded(recording: Recording, mode: _RecordAten) -> Iterator[None
         finally:
             mode.paused = False
             executor.grid = wanted
-        recording.steps.append(
-            _LaunchStep(name, original, executor, tuple(seen[-1]), held_args, held_kwargs)
-        )
+        recording.steps.append(_LaunchStep(name, original, executor, tuple(seen[-1]), held_args, held_kwargs))
         return result
 
     interpreter.GridExecutor.__call__ = launch
@@ -308,5 +340,3 @@ def _resolve(value: Any) -> Any:
     leaves, spec = tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, _TensorRef))
     tensors = [leaf.tensor() if isinstance(leaf, _TensorRef) else leaf for leaf in leaves]
     return tree_unflatten(tensors, spec)
-
-

@@ -65,7 +65,7 @@ def pool_geometry(
     return layout.resolve(
         shape=pool.shape,
         stride=pool.stride(),
-        storage_offset=pool.storage_offset(),
+        storage_offset=int(pool.storage_offset()),
         dtype=str(pool.dtype).removeprefix("torch."),
         storage_bytes=pool.untyped_storage().nbytes(),
         page_size=page_size,
@@ -227,11 +227,11 @@ def _launch(
     has_lengths = lengths is not None
     index_args = (
         indices,
-        lengths if has_lengths else indices,
+        indices if lengths is None else lengths,
         geometry.tokens,
         width,
         indices.stride(0),
-        lengths.stride(0) if has_lengths else 0,
+        lengths.stride(0) if lengths is not None else 0,
         page_stride,
     )
     if owned(rows, width):

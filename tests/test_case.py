@@ -270,7 +270,7 @@ def test_strides_and_counts_follow_from_the_fields(case: SplitCase, stride: int,
 def test_an_order_reads_as_a_program() -> None:
     order = OrderCase(steps=(Step(do="load", arg=2), Step(do="warm_up", inference=True, arg=3)))
 
-    assert str(order) == "  load(2)\n  warm_up(3) under inference_mode"
+    assert str(order) == "load(arg=2)\nwarm_up(arg=3) under inference_mode"
 
 
 def test_every_step_can_be_a_case_by_itself() -> None:

@@ -35,7 +35,9 @@ NARROW = torch.zeros((66, 512), dtype=torch.int32)[:, :128]
 FULL = torch.zeros((66, 512), dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("rows", "said"), [(64, None), (65, "eidx must be contiguous"), (66, "eidx must be contiguous")])
+@pytest.mark.parametrize(
+    ("rows", "said"), [(64, None), (65, "eidx must be contiguous"), (66, "eidx must be contiguous")]
+)
 def test_a_narrow_view_is_refused_above_64_rows_only(rows, said):
     assert contract.refusal(of(NARROW[:rows]), rows) == said
 

@@ -1,4 +1,4 @@
-"""The two published failures, found and shrunk by Hypothesis to their few steps; the README shows these texts."""
+"""The two published failures, found and shrunk by Hypothesis to their few steps, as the README shows them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def meta_case(rows):
 def test_the_narrow_view_is_refused_from_65_rows_on():
     with with_fault("narrow-on-12") as target:
         found = find(
-            st.integers(0, 130).map(meta_case), lambda case: refused(target, case) is not None, settings=SEARCH
+            st.integers(0, 130).map(meta_case),
+            lambda case: refused(target, case) is not None,
+            settings=SEARCH,
         )
         assert found.builds[0].decode == 65
         assert refused(target, meta_case(66)) == "eidx must be contiguous"
@@ -65,8 +67,6 @@ STEP = st.one_of(
         seq=st.sampled_from((1, 16_384, 16_512, 33_000)),
     )
 )
-
-
 
 
 def programs(batch=None):

@@ -1,7 +1,8 @@
 """How kernels of this package are decorated, and where they may run.
 
 Triton reads ``TRITON_INTERPRET`` when a kernel is decorated, its own library included (``tl.max``), so
-the mode of a process is fixed when triton is first imported. Kernel modules do ``from .runtime import INTERPRETED, tl, triton``.
+the mode of a process is fixed when triton is first imported. Kernel modules do
+``from .runtime import INTERPRETED, tl, triton``.
 """
 
 from __future__ import annotations

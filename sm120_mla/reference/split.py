@@ -25,7 +25,9 @@ def counted(indices: torch.Tensor, lengths: torch.Tensor | None, tokens: int) ->
     return wide[keep]
 
 
-def touched_pages(indices: torch.Tensor, lengths: torch.Tensor | None, pages: int, page_size: int) -> set[int]:
+def touched_pages(
+    indices: torch.Tensor, lengths: torch.Tensor | None, pages: int, page_size: int
+) -> set[int]:
     """Source pages that some counted index points into."""
     return {int(i) // page_size for i in counted(indices, lengths, pages * page_size)}
 

@@ -120,10 +120,10 @@ def resolve(name: str) -> Target:
     try:
         if prefix in known:
             factory = known[prefix].load()
-            return factory(name.partition(":")[2])  # type: ignore[no-any-return]
+            return factory(name.partition(":")[2])
         if ":" in name:
             module, attribute = name.split(":", 1)
-            return getattr(importlib.import_module(module), attribute)()  # type: ignore[no-any-return]
+            return getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
         raise UnavailableError(
             f"target {name}", f"{type(error).__name__}: {error}", "Check the name and its imports."

@@ -74,7 +74,7 @@ class OwnTarget:
             scope=scope,
             validate="metadata",
         )
-        return split.tensor  # type: ignore[no-any-return]
+        return split.tensor
 
     def reserve_split(
         self, pool: torch.Tensor, page_size: int, *, layout: PageLayout, scope: str = ""
@@ -88,15 +88,15 @@ class OwnTarget:
     def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``build_c128a_topk_metadata`` with values unchecked."""
         build = self._module("metadata").build_c128a_topk_metadata
-        return build(**vars(inputs), validate="metadata")  # type: ignore[no-any-return]
+        return build(**vars(inputs), validate="metadata")
 
     def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
         """``device.pretend_device``."""
-        return self._module("device").pretend_device(capability)  # type: ignore[no-any-return]
+        return self._module("device").pretend_device(capability)
 
     def persistent(self) -> Mapping[str, torch.Tensor]:
         """The registry's tensors."""
-        return self._buffers.tensors()  # type: ignore[no-any-return]
+        return self._buffers.tensors()
 
     def reset(self) -> None:
         """A new registry, as in a new process."""
@@ -104,11 +104,11 @@ class OwnTarget:
 
     def capture(self, fn: Callable[[], Any]) -> Graph:
         """``graphs.capture``."""
-        return self._module("graphs").capture(fn)  # type: ignore[no-any-return]
+        return self._module("graphs").capture(fn)
 
     def second_device(self) -> AbstractContextManager[None]:
         """Pretends another device key."""
-        return self._module("device").pretend_device_key("pretended:1")  # type: ignore[no-any-return]
+        return self._module("device").pretend_device_key("pretended:1")
 
     def compile_specs(self) -> tuple[CompileSpec, ...]:
         """Every launch configuration of every kernel module."""

@@ -40,7 +40,9 @@ def judged(id: str, log: OrderLog) -> Verdict:
     try:
         return verdict_of(id, log)
     except TargetRaised as raised:
-        return violated(f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True)
+        return violated(
+            f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True
+        )
 
 
 def boot_machine(target: Target) -> type[RuleBasedStateMachine]:
@@ -89,7 +91,9 @@ def boot_machine(target: Target) -> type[RuleBasedStateMachine]:
         def work(self, do: str, arg: int, inference: bool) -> None:
             self.take(do=do, arg=arg, inference=inference)
 
-        @rule(do=st.sampled_from(("build", "prefill")), arg=ARG, inference=st.booleans(), batch=BATCH, seq=SEQ)
+        @rule(
+            do=st.sampled_from(("build", "prefill")), arg=ARG, inference=st.booleans(), batch=BATCH, seq=SEQ
+        )
         def metadata(self, do: str, arg: int, inference: bool, batch: int, seq: int) -> None:
             self.take(do=do, arg=arg, inference=inference, batch=batch, seq=seq)
 
@@ -116,7 +120,11 @@ def boot_machine(target: Target) -> type[RuleBasedStateMachine]:
         def drop_graph(self, arg: int) -> None:
             self.take(do="drop_graph", arg=arg)
 
-        @rule(do=st.sampled_from(("second_device", "second_layout", "second_scope")), arg=ARG, inference=st.booleans())
+        @rule(
+            do=st.sampled_from(("second_device", "second_layout", "second_scope")),
+            arg=ARG,
+            inference=st.booleans(),
+        )
         def second(self, do: str, arg: int, inference: bool) -> None:
             self.take(do=do, arg=arg, inference=inference)
 

@@ -134,7 +134,10 @@ def _origin(
     record = layout.token_bytes if field.region == "token" else layout.footer_bytes
     base = layout.offset(field.name, 0, SUB_PAGE)
     table = torch.as_strided(
-        want, (want.shape[0], SUB_PAGE, field.nbytes), (want.stride(0), record, 1), want.storage_offset() + base
+        want,
+        (want.shape[0], SUB_PAGE, field.nbytes),
+        (want.stride(0), record, 1),
+        want.storage_offset() + base,
     )
     hits = (table == run).all(dim=2).nonzero()
     if hits.shape[0]:

@@ -16,12 +16,12 @@ import torch
 
 from .. import device, graphs
 from ..device import Capability
+from ..errors import UnavailableError
 from ..graphs import Graph
 from ..kernels.runtime import tl, triton
 from ..kernels.spec import CompileSpec
 from ..layout import SUB_PAGE, PageLayout
 from ..pages import pool_geometry
-from ..errors import UnavailableError
 from ..targets.base import C128AInputs, Support
 
 __all__ = ["FieldTarget"]
@@ -71,7 +71,9 @@ class FieldTarget:
             return Support.no("the model splits dsv4 pages only")
         return Support(True)
 
-    def _buffer(self, name: str, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(
+        self, name: str, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         key = f"{name}:{device.device_key(like)}"
         have = self._buffers.get(key)
         if have is None or have.shape[0] < shape[0]:

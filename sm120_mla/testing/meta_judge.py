@@ -94,14 +94,14 @@ def stride_complaint(inputs: C128AInputs, decode: torch.Tensor, prefill: torch.T
     ):
         if view.shape[0] > 1 and view.stride(0) != home.stride(0):
             return (
-                f"the {name} row stride is {view.stride(0)} at width {inputs.max_compressed_tokens}: expected "
-                f"{home.stride(0)}, the buffer's, at every width"
+                f"the {name} row stride is {view.stride(0)} at width {inputs.max_compressed_tokens}: "
+                f"expected {home.stride(0)}, the buffer's, at every width"
             )
     return ""
 
 
 def contract_complaint(decode: torch.Tensor, lens: torch.Tensor, rows: int) -> str:
-    """What FlashInfer (0.6.14-0.6.18, the strictest) needs of the decode view in a call of ``rows`` tokens."""
+    """What FlashInfer 0.6.14-0.6.18, the strictest, needs of the decode view in a call of ``rows`` tokens."""
     for name, tensor in (("eidx", decode), ("etl", lens)):
         given = contract.IndexTensor(
             name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")

@@ -117,7 +117,7 @@ def _capture_step(boot: Boot, step: Step) -> dict[str, Any]:
 
 
 def _serve(boot: Boot, step: Step) -> dict[str, Any]:
-    """New inputs, an eager build at their own width, a replay; fewer real rows than captured become padding."""
+    """New inputs, an eager build at their width, a replay; rows short of the captured ones are padding."""
     if not boot.steps:
         return {}
     held = boot.steps[step.arg % len(boot.steps)]
@@ -145,16 +145,18 @@ def _serve_complaint(held: CapturedStep, inputs: C128AInputs) -> tuple[str, str]
     counted = torch.arange(shared) < lens[:, None]
     wanted[:, :shared] = torch.where(counted, rows[:, :shared], -1)
     lost = int((lens > columns).sum())
-    complaint = f"{lost} rows have more entries than the {columns} columns of the captured view" if lost else ""
+    complaint = (
+        f"{lost} rows have more entries than the {columns} columns of the captured view" if lost else ""
+    )
     wrong = (got != wanted).any(dim=1).nonzero().flatten().tolist()
     if not wrong:
         return complaint, ""
     row = wrong[0]
     column = int((got[row] != wanted[row]).nonzero()[0])
     return complaint, (
-        f"captured at {held.rows} rows and width {held.width}, replayed after a build at width {width}: row {row} "
-        f"column {column} reads {int(got[row, column])}, an eager call {int(wanted[row, column])}; {len(wrong)} of "
-        f"{held.rows} rows are wrong"
+        f"captured at {held.rows} rows and width {held.width}, replayed after a build at width {width}: "
+        f"row {row} column {column} reads {int(got[row, column])}, an eager call "
+        f"{int(wanted[row, column])}; {len(wrong)} of {held.rows} rows are wrong"
     )
 
 

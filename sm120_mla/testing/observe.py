@@ -1,4 +1,4 @@
-"""Run a split case on a target and keep what the invariants need: memory before and after, and the reference."""
+"""Run a split case on a target and keep what the invariants need: memory before, after, and the reference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def frame_of(result: torch.Tensor) -> Frame:
     """The frame a split result lies in. Not a copy."""
     storage = result.untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8, device=result.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    return Frame(raw, result.storage_offset() * result.element_size(), result.stride(0))
+    return Frame(raw, int(result.storage_offset()) * result.element_size(), result.stride(0))
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,7 @@ def decide(target: Target, case: Offset64Case, layout: PageLayout) -> Verdict:
 
     ratio = case.page_size // SUB_PAGE
     packed = torch.stack([pool[page] for page in looked_at]).cpu()
-    want = reference.split(
-        packed, PageGeometry(layout, case.page_size, len(looked_at), payload, 0, "uint8")
-    )
+    want = reference.split(packed, PageGeometry(layout, case.page_size, len(looked_at), payload, 0, "uint8"))
     raw = result.view(torch.uint8) if result.dtype != torch.uint8 else result
     rows = [page * ratio + sub for page in looked_at for sub in range(ratio)]
     flat = torch.as_strided(

@@ -132,9 +132,7 @@ class Boot:
 
     def spec(self, arg: int) -> IndexSpec:
         case = self.case
-        return IndexSpec(
-            rows=case.rows, width=case.width, kinds=("valid", "minus_one"), seed=arg + case.seed
-        )
+        return IndexSpec(rows=case.rows, width=case.width, kinds=("valid", "minus_one"), seed=arg + case.seed)
 
     def indices(self, pool: Pool, arg: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -171,7 +169,6 @@ class Boot:
         self.keys[key] = (address, rows)
         return tuple(complaints)
 
-
     def do(self, number: int, step: Step) -> Note:
         """Take one step, and note what is seen after it."""
         seen: dict[str, Any] = {}
@@ -184,8 +181,8 @@ class Boot:
 
     def close(self) -> None:
         """Drop every graph."""
-        for held in [*self.graphs, *self.steps]:
-            held.graph.drop()
+        for graph in [*(held.graph for held in self.graphs), *(held.graph for held in self.steps)]:
+            graph.drop()
         self.graphs.clear()
         self.steps.clear()
 
@@ -316,7 +313,9 @@ def _replay(boot: Boot, step: Step) -> dict[str, Any]:
         return {}  # the probe says so; replaying would write into freed memory
     boot.serial += 1
     pool = held.pool
-    pool.bytes.copy_(noise(pool.bytes.numel(), boot.case.seed + boot.serial, pool.bytes.device).view(pool.bytes.shape))
+    pool.bytes.copy_(
+        noise(pool.bytes.numel(), boot.case.seed + boot.serial, pool.bytes.device).view(pool.bytes.shape)
+    )
     spec = held.spec.model_copy(update={"seed": step.arg + boot.serial})
     held.indices.copy_(indices_of(spec, pool.geometry.tokens, boot.case.page_size))
     raw = torch.empty(0, dtype=torch.uint8, device=pool.bytes.device).set_(
@@ -342,7 +341,7 @@ def _more_than_touched(held: _Captured, rows: torch.Tensor) -> str:
 
 
 def _drop_graph(boot: Boot, step: Step) -> dict[str, Any]:
-    held = [*boot.graphs, *boot.steps]
+    held: list[_Captured | CapturedStep] = [*boot.graphs, *boot.steps]
     if held:
         chosen = held[step.arg % len(held)]
         boot.graphs = [g for g in boot.graphs if g is not chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from ..case import (
@@ -47,8 +49,8 @@ def index_specs(draw: st.DrawFn, most_entries: int = 4200) -> IndexSpec:
     """Index rows of any width, as few rows as keep the interpreter quick."""
     width = draw(widths())
     rows = draw(st.integers(0, max(1, min(70, most_entries // max(width, 1)))))
-    dtype = draw(st.sampled_from(("int32", "int64")))
-    allowed = [k for k in ENTRY_KINDS if k != "wide" or dtype == "int64"]
+    dtype: Any = draw(st.sampled_from(("int32", "int64")))
+    allowed: list[Any] = [k for k in ENTRY_KINDS if k != "wide" or dtype == "int64"]
     kinds = draw(st.lists(st.sampled_from(allowed), max_size=4, unique=True))
     return IndexSpec(
         rows=rows,
@@ -161,9 +163,7 @@ def meta_batches(draw: st.DrawFn, max_model_len: int) -> MetaBatch:
 
 
 @st.composite
-def meta_cases(
-    draw: st.DrawFn, capabilities: tuple[tuple[int, int] | None, ...] = CAPABILITIES
-) -> MetaCase:
+def meta_cases(draw: st.DrawFn, capabilities: tuple[tuple[int, int] | None, ...] = CAPABILITIES) -> MetaCase:
     """One to three builds into the same buffers, at widths of their own."""
     max_model_len = draw(st.sampled_from(MODEL_LENGTHS))
     return MetaCase(

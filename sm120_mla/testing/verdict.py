@@ -150,7 +150,9 @@ def by_id(id: str) -> Invariant:
     if id in known:
         return known[id]
     near = difflib.get_close_matches(id, known, n=3, cutoff=0.3) or sorted(known)
-    raise ArgumentError("invariant", repr(id), f"one of {', '.join(near)}, ...", "See `sm120-mla invariants`.")
+    raise ArgumentError(
+        "invariant", repr(id), f"one of {', '.join(near)}, ...", "See `sm120-mla invariants`."
+    )
 
 
 def judge(inv: Invariant, target: Target, case: Any) -> Verdict:
@@ -165,6 +167,8 @@ def judge(inv: Invariant, target: Target, case: Any) -> Verdict:
     except TargetRaised as raised:
         if isinstance(raised.error, (UnavailableError, ImportError)):
             return unknown(f"{raised}")
-        return violated(f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True)
+        return violated(
+            f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True
+        )
     except UnavailableError as error:
         return unknown(str(error))

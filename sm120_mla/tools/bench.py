@@ -136,7 +136,7 @@ def bench_split() -> list[Row]:
     target = torch.empty(payload, dtype=torch.uint8, device="cuda")
     source = pool.view(-1)[:payload]
     words = source.view(torch.int32), target.view(torch.int32)
-    # A copy node of a graph is slower than a copy kernel here, so the copy to compare with is the best of three.
+    # A copy node of a graph can be slower than a copy kernel: compare with the best of three.
     copies = {
         "copy_ in a graph": time_graph([lambda: target.copy_(source)] * 4),
         "copy_ eagerly": time_eager(lambda: target.copy_(source)),

@@ -51,7 +51,8 @@ META_FAULTS = (
             Patch(
                 "kernels/page_split.py",
                 "    program = tl.program_id(0).to(tl.int64)\n    _copy_sub_page(",
-                "    program = tl.program_id(0).to(tl.int64)\n    assert len(str(dst)) > 0\n    _copy_sub_page(",
+                "    program = tl.program_id(0).to(tl.int64)\n    assert len(str(dst)) > 0\n"
+                "    _copy_sub_page(",
             ),
         ),
     ),

@@ -163,7 +163,11 @@ METADATA_FAULTS = (
         "the entry that a token completes is not counted for it",
         ("META-VALUES",),
         ("meta-12", "meta-edge"),
-        _one(_KERNEL, "count = tl.minimum((position + 1) // RATIO, entries)", "count = tl.minimum(position // RATIO, entries)"),
+        _one(
+            _KERNEL,
+            "count = tl.minimum((position + 1) // RATIO, entries)",
+            "count = tl.minimum(position // RATIO, entries)",
+        ),
         ("META-VIEW",),
     ),
     Fault(

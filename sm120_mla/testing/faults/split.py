@@ -188,7 +188,10 @@ SPLIT_FAULTS = (
         "index rows are taken to follow one another without a gap",
         ("SPLIT-BYTES", "SPLIT-INDEX", "SPLIT-TOUCHED"),
         ("split-row-gap",),
-        _kernel("row.to(tl.int64) * row_stride + column\n    index = tl.load(at, mask=inside", "row.to(tl.int64) * width + column\n    index = tl.load(at, mask=inside"),
+        _kernel(
+            "row.to(tl.int64) * row_stride + column\n    index = tl.load(at, mask=inside",
+            "row.to(tl.int64) * width + column\n    index = tl.load(at, mask=inside",
+        ),
     ),
     Fault(
         "owner-lost",

@@ -42,7 +42,8 @@ def buf_guard_of(log: OrderLog) -> Verdict:
     for note in log.notes:
         if note.inference:
             return violated(
-                f"buffer {note.inference[0]} is an inference tensor after step {note.number} ({note.step.do})",
+                f"buffer {note.inference[0]} is an inference tensor after step {note.number} "
+                f"({note.step.do})",
                 f"{where(log, note)}\n"
                 f"inference tensors: {', '.join(note.inference)}; latent until torch writes one outside "
                 f"inference mode\n{_GUARD_REMEDY}",
@@ -101,12 +102,15 @@ def buf_address_of(log: OrderLog) -> Verdict:
         if note.freed:
             return violated(
                 f"{note.freed[0]} was freed at step {note.number} ({note.step.do})",
-                f"{where(log, note)}\nremedy: keep a superseded buffer alive while a graph may hold its address",
+                f"{where(log, note)}\n"
+                "remedy: keep a superseded buffer alive while a graph may hold its address",
             )
         if note.error is not None and type(note.error).__name__ == STALE:
             return violated(f"replay at step {note.number} reached freed memory", str(note.error))
         if note.step.do == "replay" and note.wrong:
-            return violated(f"the replay at step {note.number} left wrong bytes", f"{where(log, note)}\n{note.wrong}")
+            return violated(
+                f"the replay at step {note.number} left wrong bytes", f"{where(log, note)}\n{note.wrong}"
+            )
     return rest(log)
 
 
@@ -127,7 +131,8 @@ def buf_capture_of(log: OrderLog) -> Verdict:
     for note in log.notes:
         if note.allocated_in_capture:
             return violated(
-                f"buffer {note.allocated_in_capture[0]} was allocated during the capture of step {note.number}",
+                f"buffer {note.allocated_in_capture[0]} was allocated during the capture of step "
+                f"{note.number}",
                 f"{where(log, note)}\nallocated: {', '.join(note.allocated_in_capture)}\n"
                 "remedy: reserve it before the capture, or refuse with what to reserve",
             )
@@ -136,8 +141,8 @@ def buf_capture_of(log: OrderLog) -> Verdict:
 
 @invariant(
     "BUF-KEY",
-    "layers, pools and streams of one device that run in order share a buffer of one layout; two devices, two "
-    "layouts or two caller-given scopes never do",
+    "layers, pools and streams of one device that run in order share a buffer of one layout; two devices, "
+    "two layouts or two caller-given scopes never do",
     origin="report A09 and DESIGN section 5: one key shared by two devices or two streams",
     where=_ANYWHERE,
     cases=("order",),

@@ -21,8 +21,8 @@ def fact_subjects() -> list[SubjectCase]:
 
 @invariant(
     "COMPILE-SM120",
-    "every kernel and every launch configuration compiles for sm_120 and sm_121 within 101,376 bytes of shared "
-    "memory and with no register spill beyond its declared budget",
+    "every kernel and every launch configuration compiles for sm_120 and sm_121 within 101,376 bytes of "
+    "shared memory and with no register spill beyond its declared budget",
     origin="DESIGN section 8.2: a larger block fails at launch with OutOfResources",
     where=("reference", "compile"),
     cases=("subject",),

@@ -135,8 +135,8 @@ def meta_view(target: Target, case: MetaCase | OrderCase) -> Verdict:
 
 @invariant(
     "META-STRIDE",
-    "the row stride does not depend on the active width; a graph captured at one width reads right rows after a "
-    "build at another",
+    "the row stride does not depend on the active width; a graph captured at one width reads right rows "
+    "after a build at another",
     origin="vLLM #50004, reverted by #51318: a packed view whose stride moved with the width",
     where=_ANYWHERE,
     cases=_BOTH,
@@ -148,13 +148,16 @@ def meta_stride(target: Target, case: MetaCase | OrderCase) -> Verdict:
     built = _builds(target, case)
     if not built or not built[0].inputs.num_decode_tokens:
         return _first_complaint(
-            [meta_judge.stride_complaint(b.inputs, b.views[0], b.views[2]) for b in built], "the row stride moved"
+            [meta_judge.stride_complaint(b.inputs, b.views[0], b.views[2]) for b in built],
+            "the row stride moved",
         )
     buffers = _buffers(case)
     inputs = _inputs(case, 0, buffers)
     decode, lens, _ = _build(target, case, inputs)
     seen = torch.empty(decode.shape, dtype=torch.int32, device=decode.device)
-    graph = run("capturing a consumer", lambda: target.capture(lambda: meta_judge.consume(decode, lens, seen)))
+    graph = run(
+        "capturing a consumer", lambda: target.capture(lambda: meta_judge.consume(decode, lens, seen))
+    )
     try:
         for n in range(len(case.builds)):
             later = _inputs(case, n, buffers)
@@ -165,8 +168,8 @@ def meta_stride(target: Target, case: MetaCase | OrderCase) -> Verdict:
             complaint = _rows_complaint(seen[:rows].cpu(), later, rows)
             if complaint:
                 return violated(
-                    f"a graph captured at width {inputs.max_compressed_tokens} reads wrong rows after a build at "
-                    f"width {later.max_compressed_tokens}",
+                    f"a graph captured at width {inputs.max_compressed_tokens} reads wrong rows after a "
+                    f"build at width {later.max_compressed_tokens}",
                     complaint,
                 )
     finally:
@@ -198,41 +201,15 @@ def _rows_complaint(seen: torch.Tensor, inputs: C128AInputs, rows: int) -> str:
 @invariant(
     "META-STALE",
     "no consumer result depends on columns past the length",
-    origin="UPSTREAM section 3.1: on 12.x columns [W, capacity) are stale and the lengths the only protection",
+    origin="UPSTREAM section 3.1: on 12.x columns [W, capacity) are stale, the lengths the only protection",
     where=_ANYWHERE,
     cases=("meta",),
 )
 def meta_stale(target: Target, case: MetaCase) -> Verdict:
-    """Two runs over different poison: the split of a pool by the decode view must touch the same sub-pages."""
+    """Two runs over different poison: a pool split by the decode view must have the same sub-pages split."""
     if not case.builds:
         return unknown("the case builds nothing")
-    results = []
-    for poison in (1, 2):
-        buffers = _buffers(case)
-        page_size, pages = _STALE_POOL
-        tokens = page_size * pages
-        buffers.poison(case.seed + 100 * poison, tokens)
-        views, inputs = None, None
-        for n in range(len(case.builds)):
-            inputs = _inputs(case, n, buffers, num_blocks=tokens // case.block_size)
-            views = _build(target, case, inputs, f"build {n}")
-        assert views is not None
-        assert inputs is not None
-        decode, lens, _ = views
-        pool = make_pool(DSV4, page_size, pages, seed=case.seed)
-        target.reset()
-        made = run("making the destination", lambda: target.split(pool.view, page_size, None, None, layout=DSV4))
-        rows = frame_of(made).rows()
-        rows.fill_(0x5A)
-        run(
-            "splitting by the decode view",
-            lambda: target.split(pool.view, page_size, decode, lens, layout=DSV4),
-        )
-        payload = DSV4.payload(SUB_PAGE)
-        changed = set((rows[:, :payload] != 0x5A).any(dim=1).nonzero().flatten().tolist())
-        wanted_rows, wanted_lens, _ = want(inputs)
-        expected = split_reference.touched_sub_pages(wanted_rows, wanted_lens, pages, page_size)
-        results.append((changed, expected))
+    results = [_touched_by_the_view(target, case, poison) for poison in (1, 2)]
     for changed, expected in results:
         extra, missing = sorted(changed - expected), sorted(expected - changed)
         if extra:
@@ -243,6 +220,29 @@ def meta_stale(target: Target, case: MetaCase) -> Verdict:
         if missing:
             return violated("the consumer missed counted entries", f"sub-pages {first(missing)}")
     return HOLDS
+
+
+def _touched_by_the_view(target: Target, case: MetaCase, poison: int) -> tuple[set[int], set[int]]:
+    """Sub-pages that a split by the last decode view wrote, and those the counted entries point into."""
+    page_size, pages = _STALE_POOL
+    tokens = page_size * pages
+    buffers = _buffers(case)
+    buffers.poison(case.seed + 100 * poison, tokens)
+    for n in range(len(case.builds)):
+        inputs = _inputs(case, n, buffers, num_blocks=tokens // case.block_size)
+        decode, lens, _ = _build(target, case, inputs, f"build {n}")
+    pool = make_pool(DSV4, page_size, pages, seed=case.seed)
+    target.reset()
+    made = run("making the destination", lambda: target.split(pool.view, page_size, None, None, layout=DSV4))
+    rows = frame_of(made).rows()
+    rows.fill_(0x5A)
+    run(
+        "splitting by the decode view",
+        lambda: target.split(pool.view, page_size, decode, lens, layout=DSV4),
+    )
+    changed = (rows[:, : DSV4.payload(SUB_PAGE)] != 0x5A).any(dim=1).nonzero().flatten().tolist()
+    wanted, wanted_lens, _ = want(inputs)
+    return set(changed), split_reference.touched_sub_pages(wanted, wanted_lens, pages, page_size)
 
 
 @invariant(
@@ -278,7 +278,10 @@ def graph_replay(target: Target, case: MetaCase | OrderCase) -> Verdict:
             graph.replay()
             _build(target, case, other)
             for name, got, wanted in zip(
-                ("decode rows", "decode_lens", "prefill rows"), captured.snapshot(), eager.snapshot(), strict=True
+                ("decode rows", "decode_lens", "prefill rows"),
+                captured.snapshot(),
+                eager.snapshot(),
+                strict=True,
             ):
                 wrong = (got != wanted).nonzero()
                 if wrong.numel():
@@ -310,7 +313,8 @@ def attn_rows(target: Target, case: MetaCase) -> Verdict:
             padded = results[-1][1][batch.decode : batch.decode + batch.padding]
             if bool((padded != 0).any()):
                 return violated(
-                    f"a padding row of build {n} has a length", f"lengths {first(padded.tolist())}: expected 0"
+                    f"a padding row of build {n} has a length",
+                    f"lengths {first(padded.tolist())}: expected 0",
                 )
         width = inputs.max_compressed_tokens
         for name, index, rows in (("decode", 0, batch.decode), ("prefill", 2, batch.prefill)):
@@ -325,7 +329,8 @@ def attn_rows(target: Target, case: MetaCase) -> Verdict:
 
 @invariant(
     "ROUTE-CONTRACT",
-    "what is handed to FlashInfer satisfies the contract of the installed version on both sides of 64/65 tokens",
+    "what is handed to FlashInfer satisfies the contract of the installed version on both sides of 64/65 "
+    "tokens",
     origin="vLLM #52823; FLASHINFER_CONTRACT sections 3.2, 3.3: contiguity is checked above 64 rows only",
     where=_ANYWHERE,
     cases=_BOTH,
