@@ -20,6 +20,7 @@ from sm120_mla.codec import (
     unpack,
 )
 from sm120_mla.layout import LAYOUTS, PageLayout
+from sm120_mla.testing.profiles import scaled
 
 POISON = 0xA5
 
@@ -99,6 +100,7 @@ def values(layout: PageLayout, lead: tuple[int, ...], low: int, span: int, seed:
 magnitudes = {"low": st.integers(-40, 20), "span": st.integers(0, 12)}
 
 
+@scaled(2)
 @given(pool=pools, seed=seeds)
 def test_any_tokens_come_back_from_any_pool_as_they_were_packed(pool: Pool, seed: int) -> None:
     tokens = random_tokens(pool.layout, (pool.pages, pool.page_size), seed)
@@ -111,6 +113,7 @@ def test_any_tokens_come_back_from_any_pool_as_they_were_packed(pool: Pool, seed
         assert torch.equal(stored, given_)
 
 
+@scaled(2)
 @given(pool=pools, seed=seeds)
 def test_any_page_is_rebuilt_from_its_tokens(pool: Pool, seed: int) -> None:
     storage, out = pool.poisoned()
@@ -126,6 +129,7 @@ def test_any_page_is_rebuilt_from_its_tokens(pool: Pool, seed: int) -> None:
     assert torch.equal(storage, before)
 
 
+@scaled(2)
 @given(pool=pools, seed=seeds)
 def test_packing_writes_every_payload_byte_and_no_other(pool: Pool, seed: int) -> None:
     tokens = random_tokens(pool.layout, (pool.pages, pool.page_size), seed)
@@ -141,6 +145,7 @@ def test_packing_writes_every_payload_byte_and_no_other(pool: Pool, seed: int) -
     assert (storage == POISON).all()
 
 
+@scaled(2)
 @given(layout=layouts, recipe=recipes, tokens=st.integers(1, 6), seed=seeds, **magnitudes)
 def test_each_element_comes_back_within_half_a_step(
     layout: PageLayout, recipe: Recipe, tokens: int, low: int, span: int, seed: int
@@ -158,6 +163,7 @@ def test_each_element_comes_back_within_half_a_step(
     assert torch.equal(got[:, n:].contiguous().view(torch.int16), k[:, n:].contiguous().view(torch.int16))
 
 
+@scaled(2)
 @given(layout=layouts, recipe=recipes, tokens=st.integers(1, 6), seed=seeds, **magnitudes)
 def test_quantising_what_was_dequantised_changes_no_value(
     layout: PageLayout, recipe: Recipe, tokens: int, low: int, span: int, seed: int
@@ -169,6 +175,7 @@ def test_quantising_what_was_dequantised_changes_no_value(
     assert torch.equal(twice.view(torch.int16), once.view(torch.int16))
 
 
+@scaled(2)
 @given(
     layout=layouts,
     recipe=recipes,

@@ -12,28 +12,28 @@ from sm120_mla.testing.profiles import scaled
 
 
 @pytest.mark.SPLIT_BYTES
-@scaled(2)
+@scaled(3)
 @given(case=st.split_cases())
 def test_every_payload_byte_lands_where_the_reference_puts_it(target, case):
     hold("SPLIT-BYTES", target, case)
 
 
 @pytest.mark.SPLIT_FRAME
-@scaled(1)
+@scaled(2)
 @given(case=st.split_cases())
 def test_nothing_else_changes(target, case):
     hold("SPLIT-FRAME", target, case)
 
 
 @pytest.mark.SPLIT_INDEX
-@scaled(1)
+@scaled(2)
 @given(case=st.split_cases())
 def test_a_token_index_addresses_the_same_token(target, case):
     hold("SPLIT-INDEX", target, case)
 
 
 @pytest.mark.SPLIT_TOUCHED
-@scaled(2)
+@scaled(3)
 @given(case=st.split_cases(with_indices=True))
 def test_exactly_what_counted_indices_touch_is_split(target, case):
     hold("SPLIT-TOUCHED", target, case)
