@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from ..case import (
     ENTRY_KINDS,
-    LENGTH_KINDS,
     IndexSpec,
     MetaBatch,
     MetaCase,
@@ -32,15 +31,22 @@ __all__ = [
 
 SEEDS = st.integers(0, 2**16)
 NAMED_WIDTHS = (64, 128, 192, 256, 512, 1024, 2048)
-PAGE_SIZES = (256, 128, 64, 192, 320, 512, 576, 1024)
+PAGE_SIZES = (256, 128, 256, 192, 320, 512, 576, 1024, 64)
+"""In tokens; what the field splits counts twice."""
 INTERLEAVED = (1_039_680, 1_077_120, 1_308_672)
 """Page strides in bytes of pools that interleave layers (DESIGN section 3)."""
+LENGTHS = ("none", "none", "random", "random", "full", "beyond", "negative", "zero")
+"""What cuts every row to nothing is rarer than the rest."""
+
+
+def mostly_some(most: int) -> st.SearchStrategy[int]:
+    """Up to ``most``, and now and then 0."""
+    return st.one_of(st.integers(1, most), st.integers(1, most), st.integers(0, most))
 
 
 def widths() -> st.SearchStrategy[int]:
     """Top-k widths: small ones, the widths kernels are built for, each also one less and one more."""
-    named = st.sampled_from(NAMED_WIDTHS)
-    near = st.builds(lambda width, by: width + by, named, st.sampled_from((-1, 0, 1)))
+    near = st.sampled_from([width + by for width in NAMED_WIDTHS for by in (0, 1, -1)])
     return st.one_of(st.integers(0, 9), near, st.integers(0, 300))
 
 
@@ -48,18 +54,19 @@ def widths() -> st.SearchStrategy[int]:
 def index_specs(draw: st.DrawFn, most_entries: int = 4200) -> IndexSpec:
     """Index rows of any width, as few rows as keep the interpreter quick."""
     width = draw(widths())
-    rows = draw(st.integers(0, max(1, min(70, most_entries // max(width, 1)))))
+    rows = draw(mostly_some(max(1, min(70, most_entries // max(width, 1)))))
     dtype: Any = draw(st.sampled_from(("int32", "int64")))
     allowed: list[Any] = [k for k in ENTRY_KINDS if k != "wide" or dtype == "int64"]
-    kinds = draw(st.lists(st.sampled_from(allowed), max_size=4, unique=True))
+    kinds = draw(st.lists(st.sampled_from(allowed), max_size=4))
+    some = draw(st.sampled_from((["valid"], ["window"], ["valid", "minus_one"], [])))
     return IndexSpec(
         rows=rows,
         width=width,
-        kinds=tuple(kinds),
+        kinds=tuple(dict.fromkeys(kinds + some)),
         rank=draw(st.sampled_from((2, 3))),
         dtype=dtype,
         row_gap=draw(st.sampled_from((0, 0, 1, 3, 64))),
-        lengths=draw(st.sampled_from(LENGTH_KINDS)),
+        lengths=draw(st.sampled_from(LENGTHS)),
         length_dtype=draw(st.sampled_from(("int32", "int64"))),
         length_rank=draw(st.sampled_from((1, 2))),
         seed=draw(SEEDS),
@@ -72,26 +79,27 @@ def split_cases(draw: st.DrawFn, with_indices: bool | None = None) -> SplitCase:
     layout = by_name(draw(st.sampled_from([row.name for row in LAYOUTS] + ["dsv4"] * 5)))
     page_size = draw(st.sampled_from(PAGE_SIZES))
     payload = layout.payload(page_size)
+    unit = draw(st.sampled_from((16, 8, 4, 2, 1)))  # bytes that every address is a multiple of
     gap = draw(
         st.one_of(
             st.just(0),
             st.just(layout.default_stride(page_size) - payload),
             st.sampled_from([s - payload for s in INTERLEAVED if s > payload]),
-            st.integers(0, 700),
+            st.integers(0, 700 // unit).map(lambda n: n * unit),
         )
     )
     calls: st.SearchStrategy[IndexSpec | None] = index_specs()
     if with_indices is None:
-        calls = st.one_of(st.none(), calls)
+        calls = st.one_of(st.none(), calls, calls)
     elif not with_indices:
         calls = st.none()
     most = 6 if page_size <= 256 else 3
     return SplitCase(
         layout=layout.name,
         page_size=page_size,
-        pages=draw(st.integers(0, most)),
+        pages=draw(mostly_some(most)),
         stride_gap=gap,
-        offset=draw(st.one_of(st.just(0), st.sampled_from((1, 2, 4, 8, 16, 576)), st.integers(0, 99))),
+        offset=unit * draw(st.sampled_from((0, 1, 3, 36))),
         view=draw(st.sampled_from(("2d", "3d", "nhd", "hnd"))),
         dtype=draw(st.sampled_from(("uint8", "float8_e4m3fn"))),
         calls=tuple(draw(st.lists(calls, min_size=1, max_size=3))),
@@ -124,14 +132,37 @@ def steps() -> st.SearchStrategy[Step]:
     )
 
 
+TOUCHES = ("warm_up", "reserve", "split", "grow")
+MIDDLES = (
+    *("grow", "capture", "grow", "split", "torch_write", "second_scope", "second_device", "grow"),
+    *("drop_graph", "second_layout"),
+)
+
+
+@st.composite
+def served(draw: st.DrawFn) -> tuple[Step, ...]:
+    """A boot that gets as far as serving: touch, capture, something in between, replay."""
+    arg = st.integers(0, 40)
+    touch = st.builds(Step, do=st.sampled_from(TOUCHES), inference=st.booleans(), arg=arg)
+    middle = st.builds(Step, do=st.sampled_from(MIDDLES), inference=st.booleans(), arg=arg)
+    return (
+        *draw(st.lists(touch, min_size=1, max_size=2)),
+        Step(do="capture", arg=draw(arg)),
+        *draw(st.one_of(st.lists(middle, max_size=3), st.lists(middle, min_size=1, max_size=3))),
+        Step(do="replay", arg=draw(arg)),
+        *draw(st.lists(steps(), max_size=2)),
+    )
+
+
 def orders(max_steps: int = 9) -> st.SearchStrategy[OrderCase]:
-    """Boots in any order."""
+    """Boots: half in any order, half that get as far as serving."""
+    anything = st.lists(steps(), min_size=1, max_size=max_steps).map(tuple)
     shape = st.sampled_from(((2, 5), (1, 1), (3, 64), (9, 130)))
     return st.builds(
         lambda shape, **rest: OrderCase(rows=shape[0], width=shape[1], **rest),
         shape=shape,
         page_size=st.sampled_from((128, 192, 256)),
-        steps=st.lists(steps(), min_size=1, max_size=max_steps).map(tuple),
+        steps=st.one_of(anything, served()),
         seed=SEEDS,
     )
 
