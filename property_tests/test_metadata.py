@@ -32,8 +32,8 @@ def test_a_captured_consumer_reads_right_rows_after_a_build_at_another_width(tar
 
 
 @pytest.mark.META_STALE
-@scaled(0.5)
-@given(case=st.meta_cases())
+@scaled(1)
+@given(case=st.meta_cases(most_rows=3, most_tokens=65_536))
 def test_no_consumer_reads_past_the_length(target, case):
     hold("META-STALE", target, case)
 

@@ -70,7 +70,7 @@ class AttentionCall:
     out: torch.Tensor
     """bf16 ``[T, H, 512]``, to be written whole; may be strided; never overlaps an input."""
     lse: torch.Tensor | None
-    """fp32 ``[T, H]``, natural log, without the sink, -inf for a row with no counted entry; None: not wanted."""
+    """fp32 ``[T, H]``, natural log, without the sink, -inf for a row with no counted entry; or None."""
     shape: AttentionShape
     buffers: PersistentBuffers
     scope: str = ""

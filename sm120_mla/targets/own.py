@@ -26,7 +26,7 @@ from .base import C128AInputs, Support
 __all__ = ["OwnTarget", "Patch", "patched"]
 
 _PACKAGE = __name__.split(".", 1)[0]
-_PRODUCT_FILES = ("*.py", "kernels", "metadata")
+_PRODUCT_FILES = ("*.py", "kernels", "metadata", "backends", "codec")
 _KERNEL_MODULES = (
     "kernels.page_split",
     "kernels.c128a",

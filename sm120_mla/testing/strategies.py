@@ -176,14 +176,14 @@ ROW_COUNTS = (0, 1, 2, 3, 63, 64, 65, 66)
 
 
 @st.composite
-def meta_batches(draw: st.DrawFn, max_model_len: int) -> MetaBatch:
+def meta_batches(draw: st.DrawFn, max_model_len: int, most_rows: int = 66) -> MetaBatch:
     """One batch within a model length; the capture dummy run's length plus a block included."""
     longest = st.one_of(
         st.integers(0, max_model_len),
         st.sampled_from((127, 128, 255, 16_384, 16_385, max_model_len, max_model_len + 256)),
     )
     return MetaBatch(
-        decode=draw(st.one_of(st.integers(0, 6), st.sampled_from(ROW_COUNTS))),
+        decode=min(draw(st.one_of(st.integers(0, 6), st.sampled_from(ROW_COUNTS))), most_rows),
         prefill=draw(st.integers(0, 5)),
         padding=draw(st.sampled_from((0, 0, 1, 3))),
         max_seq_len=draw(longest),
@@ -194,15 +194,23 @@ def meta_batches(draw: st.DrawFn, max_model_len: int) -> MetaBatch:
 
 
 @st.composite
-def meta_cases(draw: st.DrawFn, capabilities: tuple[tuple[int, int] | None, ...] = CAPABILITIES) -> MetaCase:
-    """One to three builds into the same buffers, at widths of their own."""
-    max_model_len = draw(st.sampled_from(MODEL_LENGTHS))
+def meta_cases(
+    draw: st.DrawFn,
+    capabilities: tuple[tuple[int, int] | None, ...] = CAPABILITIES,
+    most_rows: int = 66,
+    most_tokens: int = 1 << 20,
+) -> MetaCase:
+    """One to three builds into the same buffers, at widths of their own.
+
+    ``most_rows`` and ``most_tokens`` (of the model length) bound what a consumer has to read.
+    """
+    max_model_len = draw(st.sampled_from([n for n in MODEL_LENGTHS if n <= most_tokens]))
     return MetaCase(
         capability=draw(st.sampled_from(capabilities)),
         max_model_len=max_model_len,
         block_size=draw(st.sampled_from((2, 2, 1, 64))),
         requests=draw(st.integers(1, 6)),
         table_gap=draw(st.sampled_from((0, 1, 8))),
-        builds=tuple(draw(st.lists(meta_batches(max_model_len), min_size=1, max_size=3))),
+        builds=tuple(draw(st.lists(meta_batches(max_model_len, most_rows), min_size=1, max_size=3))),
         seed=draw(SEEDS),
     )

@@ -6,18 +6,21 @@ cache overwritten between replays, so every call reads cold pages.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from ..errors import UnavailableError
 from ..layout import DSV4
 from ..metadata import build_c128a_topk_metadata
 from ..pages import reserve_split, split_pages
 
-__all__ = ["Row", "bench_metadata", "bench_split", "environment"]
+__all__ = ["Row", "bench_metadata", "bench_split", "environment", "show_bench"]
 
 CALLS, REPLAYS = 24, 25
 PAGE, PAGES = 256, 4096
@@ -204,3 +207,17 @@ def _empty_launches() -> list[Callable[[], object]]:
     nothing = torch.full((1, 32), -1, dtype=torch.int32, device="cuda")
     reserve_split(pool, PAGE, scope="floor")
     return [lambda: split_pages(pool, PAGE, nothing, scope="floor")] * CALLS
+
+
+def show_bench(as_json: bool) -> int:
+    """Run every benchmark and print one table, or JSON; raises ``UnavailableError`` without a GPU."""
+    rows = [*bench_split(), *bench_metadata()]
+    if as_json:
+        print(json.dumps({"environment": environment(), "rows": [row.as_dict() for row in rows]}, indent=2))
+        return 0
+    table = Table("what", "median us", "best us", "MB moved", "GB/s", "note", title=str(environment()))
+    for row in rows:
+        moved, rate = (f"{row.bytes_moved / 1e6:,.2f}", f"{row.gbps:,.0f}") if row.bytes_moved else ("", "")
+        table.add_row(row.name, f"{row.median_us:,.2f}", f"{row.best_us:,.2f}", moved, rate, row.note)
+    Console().print(table)
+    return 0

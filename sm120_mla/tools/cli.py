@@ -155,6 +155,14 @@ def doctor(json: JsonFlag = False) -> None:
     raise typer.Exit(show_doctor(json))
 
 
+@app.command()
+def bench(json: JsonFlag = False) -> None:
+    """Time the kernels on a CUDA GPU: medians of CUDA-graph replays on cold memory. Judges nothing."""
+    from .bench import show_bench
+
+    raise typer.Exit(show_bench(json))
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; no exception leaves as 1, or at all."""
     try:
