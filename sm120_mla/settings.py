@@ -39,6 +39,18 @@ TABLE: tuple[Setting, ...] = (
         ("dev", "ci", "nightly", "replay", "text"),
         "Hypothesis profile of the suite",
     ),
+    Setting(
+        "SM120_MLA_BACKEND",
+        "auto",
+        ("auto", "flashinfer", "triton", "reference"),
+        "attention backend where a call names none; auto chooses by capability",
+    ),
+    Setting(
+        "SGLANG_SM120_FLASHMLA_BACKEND",
+        "auto",
+        ("auto", "flashinfer", "triton", "torch"),
+        "sglang's own switch, honoured by flash_mla_with_kvcache_sm120 only; torch means reference",
+    ),
     Setting("SM120_MLA_TARGET", "own", (), "implementation under test, as --target"),
     Setting(
         "TRITON_INTERPRET",
