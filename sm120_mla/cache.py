@@ -70,9 +70,7 @@ def write_cache(
         return
     raw = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
     kernels.write_kernel[kernels.grid(k.shape[0])](
-        **kernels.arguments(
-            k, slot_mapping, raw, geometry, min_byte=recipe.min_byte, dummy_slot=dummy_slot
-        )
+        **kernels.arguments(k, slot_mapping, raw, geometry, min_byte=recipe.min_byte, dummy_slot=dummy_slot)
     )
 
 
@@ -88,7 +86,10 @@ def _check_rows(k: object, slot_mapping: object, cache: object, layout: object) 
         raise ArgumentError("k.dtype", k.dtype, "torch.bfloat16", "Round it to bf16 first.")
     if k.dim() != 2 or k.shape[1] != layout.head_dim:
         raise LayoutError(
-            "k.shape", tuple(k.shape), f"[T, {layout.head_dim}] ({layout.name})", "Reshape it to one row a token."
+            "k.shape",
+            tuple(k.shape),
+            f"[T, {layout.head_dim}] ({layout.name})",
+            "Reshape it to one row a token.",
         )
     if k.stride(1) != 1:
         raise ArgumentError("k.stride(1)", k.stride(1), "1", "Make each row dense; rows may lie apart.")
@@ -135,7 +136,7 @@ def _check_dummy_slot(dummy_slot: object, geometry: PageGeometry) -> None:
 
 
 def _check_slots(slots: torch.Tensor, dummy_slot: int | None, geometry: PageGeometry) -> torch.Tensor:
-    """Which rows are written from K, bool ``[T]``; refuses slots past the end, and duplicates. Synchronises."""
+    """Rows written from K, bool ``[T]``. Refuses slots past the end and duplicates; synchronises."""
     slots = slots.to(torch.int64)  # the end may be past int32
     beyond = slots >= geometry.tokens
     if bool(beyond.any()):

@@ -21,6 +21,8 @@ __all__ = [
     "LENGTH_KINDS",
     "SCHEMA_VERSION",
     "Case",
+    "AttnCase",
+    "CacheSpec",
     "CaseFile",
     "IndexSpec",
     "MetaBatch",
@@ -30,6 +32,7 @@ __all__ = [
     "SplitCase",
     "Step",
     "SubjectCase",
+    "WriteCase",
     "load",
     "save",
 ]
@@ -238,6 +241,58 @@ class OrderCase(_Frozen):
         return "\n".join(str(step) for step in self.steps)
 
 
+class CacheSpec(_Frozen):
+    """One cache of an attention call."""
+
+    page_size: int = Field(default=64, ge=1, le=1024)
+    """Tokens per page; any size, 2 and 64 for the engines' compressed caches."""
+    pages: int = Field(default=2, ge=0, le=64)
+    stride_gap: int = Field(default=0, ge=0)
+    """Bytes from the end of a page's payload to the next page."""
+    offset: int = Field(default=0, ge=0, le=1 << 12)
+    """Bytes before page 0 on top of the guard zone."""
+    index: IndexSpec = IndexSpec(rows=1, width=4)
+    """Index rows; ``rows`` is overruled by the call's tokens."""
+
+
+class AttnCase(_Frozen):
+    """One attention call. Cache values, q and sink come from ``seed``; uncounted bytes are ``poison``."""
+
+    kind: Literal["attn"] = "attn"
+    tokens: int = Field(default=1, ge=0, le=4096)
+    heads: int = Field(default=8, ge=1, le=128)
+    main: CacheSpec = CacheSpec()
+    extra: CacheSpec | None = None
+    sink: Literal["none", "random", "neg_inf", "pos_inf", "mixed"] = "none"
+    scale: float | None = None
+    """None: 512 ** -0.5."""
+    spread: Literal["small", "wide", "huge"] = "small"
+    """Magnitudes: near 1; over several binades; large enough for one entry to take all."""
+    poison: Literal["nan", "inf", "noise"] = "nan"
+    q_gap: int = Field(default=0, ge=0, le=64)
+    """Heads between the last head of a row and the next row: a strided q."""
+    seed: int = 0
+
+
+class WriteCase(_Frozen):
+    """One call of the cache writer."""
+
+    kind: Literal["write"] = "write"
+    layout: str = "dsv4"
+    recipe: str = "deepseek"
+    tokens: int = Field(default=3, ge=0, le=512)
+    page_size: int = Field(default=64, ge=1, le=1024)
+    pages: int = Field(default=2, ge=1, le=64)
+    stride_gap: int = Field(default=0, ge=0)
+    offset: int = Field(default=0, ge=0, le=1 << 12)
+    slots: Literal["distinct", "skipped", "past_end", "none"] = "distinct"
+    """All written; some -1; some past the pool's end; all -1."""
+    tiles: tuple[Literal["normal", "zero", "tiny", "huge", "edge", "negative"], ...] = ("normal",)
+    """What the 64-wide tiles hold; edge: amax at a boundary of the scale."""
+    dtype: Literal["int32", "int64"] = "int64"
+    seed: int = 0
+
+
 class SubjectCase(_Frozen):
     """A thing judged by name: a launch configuration, an interpreter fact."""
 
@@ -245,7 +300,10 @@ class SubjectCase(_Frozen):
     subject: str
 
 
-Case = Annotated[SplitCase | Offset64Case | OrderCase | MetaCase | SubjectCase, Field(discriminator="kind")]
+Case = Annotated[
+    SplitCase | Offset64Case | OrderCase | MetaCase | AttnCase | WriteCase | SubjectCase,
+    Field(discriminator="kind"),
+]
 
 
 class CaseFile(_Frozen):

@@ -1,10 +1,10 @@
-"""What each FlashInfer release serves of sparse MLA on SM120: version tables as data, shapes as numbers. No torch.
+"""What each FlashInfer release serves of sparse MLA on SM120: version tables as data, shapes as numbers.
 
-Read in the sources of the wheels of 0.6.14, 0.6.16.post4, 0.6.17, 0.6.18, 0.6.18.post1, 0.7.0, 0.7.1, 0.7.2 and
-0.7.4; what lies between two equal ones is taken to be the same. Decode tables: mla/_sparse_mla_sm120.py
-(``_DECODE_DSV4_DISPATCH``); prefill tables: csrc/sparse_mla_sm120_prefill.cu (0.6) and
-csrc/sparse_mla_sm120/attention_resolve.cu (0.7.1 on). ``backends.flashinfer_api`` finds the installed one by what
-it says of itself.
+Imports no torch. Read in the sources of the wheels of 0.6.14, 0.6.16.post4, 0.6.17, 0.6.18, 0.6.18.post1,
+0.7.0, 0.7.1, 0.7.2 and 0.7.4; what lies between two equal ones is taken to be the same. Decode tables:
+mla/_sparse_mla_sm120.py (``_DECODE_DSV4_DISPATCH``); prefill tables: csrc/sparse_mla_sm120_prefill.cu (0.6)
+and csrc/sparse_mla_sm120/attention_resolve.cu (0.7.1 on). ``backends.flashinfer_api`` finds the installed
+one by what it says of itself.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ ARITHMETIC = Arithmetic(
     row_cosine=0.998,
     lse=0.035,
     source=(
-        "P times the scale of V is rounded to e4m3 per head, 64 columns and 64 entries in every kernel, and q in "
-        "decode (decode_dsv4_kernel.cuh:560-640, fp8_quant.cuh:67-118 at 0.6.18); 1.6-3.2 % RMS in the emulation "
-        "that the tests compare with"
+        "P times the scale of V is rounded to e4m3 per head, 64 columns and 64 entries in every kernel, and "
+        "q in decode (decode_dsv4_kernel.cuh:560-640, fp8_quant.cuh:67-118 at 0.6.18); 1.6-3.2 % RMS in the "
+        "emulation that the tests compare with"
     ),
 )
 
@@ -281,16 +281,18 @@ def plan(envelope: Envelope, call: CallNumbers) -> Plan | Refusal:
     main_width = _main_width(envelope, call, extra is not None)
     if isinstance(main_width, Refusal):
         return main_width
-    split_main = _split(envelope, "kv_cache", call.main, envelope.main_page and (envelope.main_page,), decode)
+    main_pages = None if envelope.main_page is None else (envelope.main_page,)
+    split_main = _split(envelope, "kv_cache", call.main, main_pages, decode)
     if isinstance(split_main, Refusal):
         return split_main
-    split_extra: bool | Refusal = False
+    split_extra = False
     if extra is not None:
         pages = None if decode else envelope.prefill_extra_pages
         prefer = envelope.prefill_extra_pages  # so that both sides of 64 rows see one page size
-        split_extra = _split(envelope, "extra_kv_cache", extra, pages, decode, prefer)
-        if isinstance(split_extra, Refusal):
-            return split_extra
+        found = _split(envelope, "extra_kv_cache", extra, pages, decode, prefer)
+        if isinstance(found, Refusal):
+            return found
+        split_extra = found
     extra_width = 0 if extra is None else _up(extra.width, TILE)
     whole = [("kv_cache", split_main)] + ([("extra_kv_cache", split_extra)] if extra is not None else [])
     return Plan(

@@ -156,19 +156,22 @@ class PageLayout:
             return token * self.token_bytes + f.offset
         return page_size * self.token_bytes + token * self.footer_bytes + f.offset
 
-    def check_page_size(self, page_size: int, argument: str = "page_size") -> int:
-        """``page_size`` if it can be split into sub-pages; raises ``LayoutError`` otherwise."""
+    def check_page_size(
+        self, page_size: int, argument: str = "page_size", multiple_of: int = SUB_PAGE
+    ) -> int:
+        """``page_size`` if it is a positive multiple; raises ``LayoutError`` otherwise.
+
+        Splitting needs a multiple of 64; to be addressed, any page size will do (``multiple_of=1``).
+        """
         if (
             isinstance(page_size, bool)
             or not isinstance(page_size, int)
-            or page_size < SUB_PAGE
-            or page_size % SUB_PAGE
+            or page_size < multiple_of
+            or page_size % multiple_of
         ):
+            wanted = f"a positive multiple of {multiple_of} tokens" if multiple_of > 1 else "1 token or more"
             raise LayoutError(
-                argument,
-                repr(page_size),
-                f"a positive multiple of {SUB_PAGE} tokens",
-                "Pass the page size of the pool, in tokens.",
+                argument, repr(page_size), wanted, "Pass the page size of the pool, in tokens."
             )
         return page_size
 
@@ -211,12 +214,14 @@ class PageLayout:
         storage_bytes: int,
         page_size: int | None = None,
         argument: str = "pool",
+        multiple_of: int = 1,
     ) -> PageGeometry:
         """Geometry of a cache view, from its metadata alone; see ``PageGeometry``.
 
         Accepts 2-D ``[pages, bytes]`` (``page_size`` required), 3-D ``[pages, P, bytes_per_token]`` and
         4-D NHD ``[pages, P, 1, b]`` or HND ``[pages, 1, P, b]``. Raises ``LayoutError`` naming the
-        argument at fault. Sizes and strides are in elements of one byte.
+        argument at fault. Sizes and strides are in elements of one byte; ``multiple_of`` is what the page size
+        must be divisible by, in tokens.
         """
         shape, stride = tuple(shape), tuple(stride)
 
@@ -238,7 +243,7 @@ class PageLayout:
         if len(shape) == 2:
             if page_size is None:
                 raise bad(".shape", shape, "page_size given for a 2-D pool", "Pass page_size, in tokens.")
-            tokens = self.check_page_size(page_size)
+            tokens = self.check_page_size(page_size, multiple_of=multiple_of)
             if shape[1] < self.payload(tokens):
                 raise bad(
                     ".shape[1]",
@@ -252,7 +257,7 @@ class PageLayout:
                 raise LayoutError(
                     "page_size", page_size, f"{tokens}, as {argument}.shape says", "Leave it out."
                 )
-            self.check_page_size(tokens, f"{argument} page size")
+            self.check_page_size(tokens, f"{argument} page size", multiple_of)
         page_stride = stride[0] if pages > 1 else self.default_stride(tokens)
         payload = self.payload(tokens)
         if page_stride < payload:

@@ -59,9 +59,13 @@ class SplitPages:
 
 
 def pool_geometry(
-    pool: torch.Tensor, page_size: int | None, layout: PageLayout, argument: str = "pool"
+    pool: torch.Tensor,
+    page_size: int | None,
+    layout: PageLayout,
+    argument: str = "pool",
+    multiple_of: int = 1,
 ) -> PageGeometry:
-    """Geometry of a cache view; raises ``LayoutError`` where the layout cannot address it."""
+    """Geometry of a cache view of any page size; raises ``LayoutError`` where the layout cannot address it."""
     return layout.resolve(
         shape=pool.shape,
         stride=pool.stride(),
@@ -70,6 +74,7 @@ def pool_geometry(
         storage_bytes=pool.untyped_storage().nbytes(),
         page_size=page_size,
         argument=argument,
+        multiple_of=multiple_of,
     )
 
 
@@ -105,7 +110,7 @@ def split_pages(
 
     Raises ``LayoutError``, ``ArgumentError``, ``IndexValueError``, ``GrowthDuringCaptureError``.
     """
-    geometry = pool_geometry(pool, page_size, layout)
+    geometry = pool_geometry(pool, page_size, layout, multiple_of=SUB_PAGE)
     require_device("pool", pool)
     index2d, lengths = _check_indices(pool, indices, topk_length)
     values = device.validate_values(validate)
@@ -143,7 +148,7 @@ def reserve_split(
     scope: str = "",
 ) -> None:
     """Allocate what ``split_pages`` of this pool will need, ahead of a capture."""
-    geometry = pool_geometry(pool, page_size, layout)
+    geometry = pool_geometry(pool, page_size, layout, multiple_of=SUB_PAGE)
     require_device("pool", pool)
     if geometry.page_size == SUB_PAGE:
         return

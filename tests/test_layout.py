@@ -26,7 +26,9 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda row: row.na
 PAYLOAD_256, STRIDE_256 = 149_504, 149_760
 
 
-def resolve(view: torch.Tensor, layout: PageLayout = DSV4, page_size: int | None = None) -> PageGeometry:
+def resolve(
+    view: torch.Tensor, layout: PageLayout = DSV4, page_size: int | None = None, multiple_of: int = 1
+) -> PageGeometry:
     return layout.resolve(
         shape=view.shape,
         stride=view.stride(),
@@ -34,6 +36,7 @@ def resolve(view: torch.Tensor, layout: PageLayout = DSV4, page_size: int | None
         dtype=str(view.dtype).removeprefix("torch."),
         storage_bytes=view.untyped_storage().nbytes(),
         page_size=page_size,
+        multiple_of=multiple_of,
     )
 
 
@@ -320,10 +323,19 @@ def test_a_view_the_layout_cannot_address_is_refused(make, page_size, argument, 
     view = make()
 
     with pytest.raises(LayoutError) as error:
-        resolve(view, page_size=page_size)
+        resolve(view, page_size=page_size, multiple_of=64)
 
     assert error.value.argument == argument
     assert hint in str(error.value)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 53, 100])
+def test_any_page_size_is_addressable_where_nothing_is_split(page_size: int) -> None:
+    view = torch.empty((2, page_size, 584), dtype=torch.uint8)
+
+    assert resolve(view, page_size=page_size).page_size == page_size
+    with pytest.raises(LayoutError, match="multiple of 64"):
+        resolve(view, page_size=page_size, multiple_of=64)
 
 
 @pytest.mark.parametrize("short_by", [1, 1_000])

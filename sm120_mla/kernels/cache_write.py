@@ -84,7 +84,7 @@ def write_kernel(
     magnitude = bits & 0x7FFF  # orders as |x| does, NaN and inf above all
     largest = tl.max(magnitude, axis=2)
     broken = largest >= 0x7F80
-    # 448 is 1.75 * 2^8: the least power of two >= largest / 448, one more where the significand is above 1.75.
+    # As 448 is 1.75 * 2^8, the least power of two >= largest / 448 has this exponent, biased.
     byte = (largest >> 7) - 8 + ((largest & 0x7F) > 0x60).to(tl.int32)
     byte = tl.maximum(byte, min_byte)
 
@@ -130,7 +130,9 @@ def constexprs(layout: PageLayout, page_size: int) -> dict[str, int]:
     nope, scales = fields.get("nope"), fields.get("scales")
     rope, pad = fields.get("rope"), fields.get("scale_pad")
     if nope is None or scales is None or set(fields) - {"nope", "scales", "rope", "scale_pad"}:
-        raise _unwritable(layout, "fields", list(fields), "nope and scales, with rope and scale_pad or without")
+        raise _unwritable(
+            layout, "fields", list(fields), "nope and scales, with rope and scale_pad or without"
+        )
     if (nope.dtype, nope.count) != ("e4m3fn", scales.count * layout.tile) or not _power_of_two(layout.tile):
         raise _unwritable(layout, "nope", nope, f"e4m3fn, {scales.count} tiles of a power of two of elements")
     if scales.dtype not in ("ue8m0", "fp32"):

@@ -17,7 +17,7 @@ from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
 
-__all__ = ["C128AInputs", "Support", "Target", "resolve"]
+__all__ = ["AttentionInputs", "C128AInputs", "Support", "Target", "resolve"]
 
 ENTRY_POINTS = "sm120_mla.targets"
 
@@ -55,6 +55,23 @@ class C128AInputs:
     max_compressed_tokens: int
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Arguments of one attention call, as ``attention.sparse_mla`` names them. Cache views are 2-D uint8."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    page_size: int
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    softmax_scale: float | None
+    extra_kv_cache: torch.Tensor | None = None
+    extra_page_size: int | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+
+
 @runtime_checkable
 class Target(Protocol):
     """One implementation. Methods raise whatever the implementation raises."""
@@ -83,6 +100,27 @@ class Target(Protocol):
 
     def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(decode rows, decode lengths, prefill rows): views of the buffers, as the consumer gets them."""
+
+    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out [T, H, 512]`` and ``lse [T, H]``: fp32, natural, without the sink, -inf for an empty row.
+
+        An engine with another convention is converted here, at the edge.
+        """
+
+    def error_budget(self) -> str:
+        """Whose arithmetic the budget is derived from: a name of ``testing.budgets``."""
+
+    def write_cache(
+        self,
+        k: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        page_size: int,
+        *,
+        layout: PageLayout,
+        recipe: str,
+    ) -> None:
+        """Quantise rows of K into their slots of a 2-D uint8 cache."""
 
     def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
         """Within it, the target believes to run on a GPU of that capability."""

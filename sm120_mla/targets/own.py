@@ -21,7 +21,7 @@ from ..errors import ArgumentError
 from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
-from .base import C128AInputs, Support
+from .base import AttentionInputs, C128AInputs, Support
 
 __all__ = ["OwnTarget", "Patch", "patched"]
 
@@ -38,8 +38,14 @@ _KERNEL_MODULES = (
 class OwnTarget:
     """The kernel stack of this package, through its public functions."""
 
-    def __init__(self, package: str = _PACKAGE, name: str = "own", folder: str | None = None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        package: str = _PACKAGE,
+        name: str = "own",
+        folder: str | None = None,
+        backend: str = "triton",
+    ) -> None:
+        self.name, self.backend = name, backend
         self._package, self._folder = package, folder
         self._buffers = self._module("buffers").PersistentBuffers()
 
@@ -89,6 +95,43 @@ class OwnTarget:
         """``build_c128a_topk_metadata`` with values unchecked."""
         build = self._module("metadata").build_c128a_topk_metadata
         return build(**vars(inputs), validate="metadata")
+
+    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """``sparse_mla`` through the target's backend, values unchecked."""
+        attend = self._module("attention").sparse_mla
+        out, lse = attend(
+            **vars(inputs),
+            backend=self.backend,
+            buffers=self._buffers,
+            return_lse=True,
+            validate="metadata",
+        )
+        return out, lse
+
+    def error_budget(self) -> str:
+        """The backend's."""
+        return self.backend
+
+    def write_cache(
+        self,
+        k: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        page_size: int,
+        *,
+        layout: PageLayout,
+        recipe: str,
+    ) -> None:
+        """``write_cache`` with values unchecked."""
+        self._module("cache").write_cache(
+            k,
+            slots,
+            cache,
+            page_size=page_size,
+            layout=self._layout(layout),
+            recipe=self._module("codec").recipe_by_name(recipe),
+            validate="metadata",
+        )
 
     def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
         """``device.pretend_device``."""

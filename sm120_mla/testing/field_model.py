@@ -22,7 +22,7 @@ from ..kernels.runtime import tl, triton
 from ..kernels.spec import CompileSpec
 from ..layout import SUB_PAGE, PageLayout
 from ..pages import pool_geometry
-from ..targets.base import C128AInputs, Support
+from ..targets.base import AttentionInputs, C128AInputs, Support
 
 __all__ = ["FieldTarget"]
 
@@ -65,8 +65,8 @@ class FieldTarget:
 
     def supports(self, case: Any, capability: Capability | None) -> Support:
         """Split cases and boots of the one layout the field splits."""
-        if case.kind == "meta":
-            return Support.no("the model has no metadata builder")
+        if case.kind in ("meta", "attn", "write"):
+            return Support.no("the model only splits pages")
         if getattr(case, "layout", "dsv4") != "dsv4":
             return Support.no("the model splits dsv4 pages only")
         return Support(True)
@@ -136,6 +136,27 @@ class FieldTarget:
     def build_c128a(self, inputs: C128AInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The model has none; ``supports`` says so."""
         raise UnavailableError("build_c128a", "the model has no metadata builder", "Ask supports() first.")
+
+    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model has none; ``supports`` says so."""
+        raise UnavailableError("attend", "the model has no attention", "Ask supports() first.")
+
+    def error_budget(self) -> str:
+        """The model has no attention."""
+        return "reference"
+
+    def write_cache(
+        self,
+        k: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        page_size: int,
+        *,
+        layout: PageLayout,
+        recipe: str,
+    ) -> None:
+        """The model has none; ``supports`` says so."""
+        raise UnavailableError("write_cache", "the model has no writer", "Ask supports() first.")
 
     def pretend_device(self, capability: Capability | None) -> AbstractContextManager[None]:
         """``device.pretend_device``."""

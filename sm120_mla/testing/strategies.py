@@ -15,10 +15,14 @@ from ..case import (
     OrderCase,
     SplitCase,
     Step,
+    WriteCase,
 )
+from ..codec.recipe import RECIPES
 from ..layout import LAYOUTS, by_name
 
 __all__ = [
+    "attn_cases",
+    "cache_specs",
     "index_specs",
     "meta_batches",
     "meta_cases",
@@ -27,6 +31,7 @@ __all__ = [
     "split_cases",
     "steps",
     "widths",
+    "write_cases",
 ]
 
 SEEDS = st.integers(0, 2**16)
@@ -212,5 +217,65 @@ def meta_cases(
         requests=draw(st.integers(1, 6)),
         table_gap=draw(st.sampled_from((0, 1, 8))),
         builds=tuple(draw(st.lists(meta_batches(max_model_len, most_rows), min_size=1, max_size=3))),
+        seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def cache_specs(draw: st.DrawFn, page_sizes: tuple[int, ...], most_width: int = 40) -> CacheSpec:
+    """One cache of an attention call: few pages, any page size and stride, narrow index rows."""
+    page_size = draw(st.sampled_from(page_sizes))
+    kinds = draw(st.lists(st.sampled_from(ENTRY_KINDS), max_size=4, unique=True))
+    index = IndexSpec(
+        rows=1,
+        width=draw(st.one_of(st.integers(0, 9), st.integers(0, most_width))),
+        kinds=tuple(kinds),
+        dtype="int64" if "wide" in kinds else draw(st.sampled_from(("int32", "int64"))),
+        row_gap=draw(st.sampled_from((0, 0, 3))),
+        lengths=draw(st.sampled_from(LENGTH_KINDS)),
+        length_dtype=draw(st.sampled_from(("int32", "int64"))),
+        seed=draw(SEEDS),
+    )
+    return CacheSpec(
+        page_size=page_size,
+        pages=draw(st.integers(0, 3)),
+        stride_gap=draw(st.sampled_from((0, 0, 64, 256, 13, 1000))),
+        offset=draw(st.sampled_from((0, 0, 16, 8, 2, 1))),
+        index=index,
+    )
+
+
+@st.composite
+def attn_cases(draw: st.DrawFn, most_tokens: int = 3, most_heads: int = 20) -> AttnCase:
+    """Attention calls small enough for the interpreter; every kind of entry, length, sink and poison."""
+    extra = st.one_of(st.none(), cache_specs((2, 64, 1)))
+    return AttnCase(
+        tokens=draw(st.integers(0, most_tokens)),
+        heads=draw(st.one_of(st.sampled_from((8, 16)), st.integers(1, most_heads))),
+        main=draw(cache_specs((64, 256, 3, 128))),
+        extra=draw(extra),
+        sink=draw(st.sampled_from(("none", "random", "random", "neg_inf", "pos_inf", "mixed"))),
+        scale=draw(st.sampled_from((None, None, 0.05, 0.2))),
+        spread=draw(st.sampled_from(("small", "wide", "huge"))),
+        poison=draw(st.sampled_from(("nan", "inf", "noise"))),
+        q_gap=draw(st.sampled_from((0, 0, 2))),
+        seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def write_cases(draw: st.DrawFn) -> WriteCase:
+    """Calls of the cache writer."""
+    kinds = ("normal", "zero", "tiny", "huge", "edge", "negative")
+    return WriteCase(
+        recipe=draw(st.sampled_from([recipe.name for recipe in RECIPES])),
+        tokens=draw(st.integers(0, 9)),
+        page_size=draw(st.sampled_from((64, 256, 2, 53))),
+        pages=draw(st.integers(1, 3)),
+        stride_gap=draw(st.sampled_from((0, 64, 256, 7))),
+        offset=draw(st.sampled_from((0, 0, 16, 2, 1))),
+        slots=draw(st.sampled_from(("distinct", "distinct", "skipped", "past_end", "none"))),
+        tiles=tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4, unique=True))),
+        dtype=draw(st.sampled_from(("int32", "int64"))),
         seed=draw(SEEDS),
     )

@@ -28,7 +28,7 @@ __all__ = [
     "violated",
 ]
 
-FAMILIES = ("SPLIT", "BUF", "META", "ROUTE", "ATTN", "GRAPH", "COMPILE", "INTERP")
+FAMILIES = ("SPLIT", "BUF", "META", "ATTN", "CACHE", "ROUTE", "GRAPH", "COMPILE", "INTERP")
 """Families in the order they are shown; an invariant's family is what precedes the first dash."""
 
 

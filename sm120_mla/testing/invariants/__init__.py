@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import buffers, meta, metadata, split
+from . import buffers, cache, meta, metadata, split
 
-__all__ = ["buffers", "meta", "metadata", "split"]
+__all__ = ["buffers", "cache", "meta", "metadata", "split"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...case import MetaCase, OrderCase
+from ...case import AttnCase, MetaCase, OrderCase
 from ...layout import DSV4, SUB_PAGE
 from ...reference import split as split_reference
 from ...targets.base import C128AInputs, Target
@@ -297,12 +297,16 @@ def graph_replay(target: Target, case: MetaCase | OrderCase) -> Verdict:
 @invariant(
     "ATTN-ROWS",
     "rows are independent: padding rows with any content change no real row",
-    origin="reports A13, A14: a padded replay whose phantom row was stale",
+    origin="reports A13, A14: a padded replay whose phantom row was stale; UPSTREAM section 6 gap 18",
     where=_ANYWHERE,
-    cases=("meta",),
+    cases=("meta", "attn"),
 )
-def attn_rows(target: Target, case: MetaCase) -> Verdict:
+def attn_rows(target: Target, case: MetaCase | AttnCase) -> Verdict:
     """Two builds whose padding rows hold different garbage: the same real rows, and length 0 in padding."""
+    if isinstance(case, AttnCase):
+        from .attention import rows_independent
+
+        return rows_independent(target, case)
     for n, batch in enumerate(case.builds):
         results = []
         for garbage in (1, 2):
