@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from . import device
+from .attention_memory import own_elements, share_memory
 from .backends.base import AttentionShape, CacheInput, CacheShape
 from .errors import ArgumentError, IndexValueError, LayoutError
 from .layout import DSV4, LAYOUTS, PageGeometry, PageLayout
 
-__all__ = ["HEAD_DIM", "MAX_HEADS", "Names", "Request", "check", "share_memory"]
+__all__ = ["HEAD_DIM", "MAX_HEADS", "Names", "Request", "check"]
 
 HEAD_DIM = 512
 """Width of K and V (DESIGN section 4)."""
@@ -227,28 +227,11 @@ def _query(q: torch.Tensor) -> torch.Tensor:
     return q[:, 0] if q.dim() == 4 else q
 
 
-class _AnyPageSize(PageLayout):
-    """Attention reads a page of any size; only a split needs whole sub-pages."""
-
-    def check_page_size(self, page_size: int, argument: str = "page_size") -> int:
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            raise LayoutError(
-                argument, repr(page_size), "a positive number of tokens", "Pass the page size of the pool."
-            )
-        return page_size
-
-
-def _any_page_size(layout: PageLayout) -> PageLayout:
-    return _AnyPageSize(
-        layout.name, layout.head_dim, layout.tile, layout.fields, layout.stride_unit, layout.source
-    )
-
-
 def _geometry(
     pool: torch.Tensor, page_size: int | None, layout: PageLayout, pool_name: str, size_name: str
 ) -> PageGeometry:
     try:
-        found = _any_page_size(layout).resolve(
+        return layout.resolve(
             shape=pool.shape,
             stride=pool.stride(),
             storage_offset=int(pool.storage_offset()),
@@ -261,7 +244,6 @@ def _geometry(
         if error.argument != "page_size":
             raise
         raise LayoutError(size_name, error.value, error.expected, error.remedy) from None
-    return replace(found, layout=layout)
 
 
 def _cache(
@@ -356,7 +338,7 @@ def _out(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     if out.dtype != torch.bfloat16:
         raise ArgumentError("out.dtype", out.dtype, "torch.bfloat16", "Allocate it as bf16.")
     _on_device("out", out, q)
-    _own_elements("out", out)
+    own_elements("out", out)
     return out[:, 0] if out.dim() == 4 else out
 
 
@@ -370,19 +352,7 @@ def _lse(lse: torch.Tensor | None, rows: torch.Tensor) -> None:
     if lse.dtype != torch.float32:
         raise ArgumentError("lse.dtype", lse.dtype, "torch.float32", "Allocate it as fp32.")
     _on_device("lse", lse, rows)
-    _own_elements("lse", lse)
-
-
-def _own_elements(name: str, tensor: torch.Tensor) -> None:
-    """Every element has memory of its own."""
-    reach = 0
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: axis[1]):
-        if size > 1:
-            if stride <= reach:
-                raise ArgumentError(
-                    f"{name}.stride()", tensor.stride(), "elements apart from each other", "Do not expand it."
-                )
-            reach += (size - 1) * stride
+    own_elements("lse", lse)
 
 
 def _memory(out: torch.Tensor | None, lse: torch.Tensor | None, inputs: dict[str, torch.Tensor]) -> None:
@@ -394,41 +364,6 @@ def _memory(out: torch.Tensor | None, lse: torch.Tensor | None, inputs: dict[str
                 raise ArgumentError(
                     name, f"memory shared with {other}", f"memory apart from {other}", "Allocate another."
                 )
-
-
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views may have a byte in common. By address: imported memory has storages of its own.
-
-    Views whose ranges cross are told apart where they repeat at a common step and occupy different parts of
-    it (two slices of one fused row, layers interleaved in one pool); else they count as sharing.
-    """
-    if not a.numel() or not b.numel():
-        return False
-    if a.data_ptr() + _reach(a) <= b.data_ptr() or b.data_ptr() + _reach(b) <= a.data_ptr():
-        return False
-    distance = b.data_ptr() - a.data_ptr()
-    return not any(
-        distance % step >= _reach(a, step) and -distance % step >= _reach(b, step)
-        for step in {*_steps(a), *_steps(b)}
-    )
-
-
-def _axes(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Size and stride in bytes of the axes along which there is a second element elsewhere."""
-    item = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if size > 1 and stride:
-            yield size, stride * item
-
-
-def _steps(tensor: torch.Tensor) -> Iterator[int]:
-    return (stride for _, stride in _axes(tensor))
-
-
-def _reach(tensor: torch.Tensor, step: int = 0) -> int:
-    """Bytes from the first to past the last, not counting axes that move by multiples of ``step``."""
-    moves = ((size - 1) * stride for size, stride in _axes(tensor) if not step or stride % step)
-    return sum(moves) + tensor.element_size()
 
 
 def _index_values(cache: CacheInput, name: str) -> None:

@@ -1,7 +1,8 @@
 """Capture and replay with one interface: CUDA graphs on CUDA, a recorder on the CPU.
 
-The CPU recorder is a model of a CUDA graph, and says less than the real one in two ways: capturing runs
-the work once (a CUDA capture runs nothing), and replay is ordered op by op.
+The CPU recorder is a model of a CUDA graph, and says less than the real one in three ways: capturing runs
+the work once (a CUDA capture runs nothing), replay is ordered op by op, and a copy from host memory passes
+for a copy (``x[i] = 2.0`` is one, and a capturing stream refuses it).
 """
 
 from __future__ import annotations

@@ -490,7 +490,7 @@ BAD_INPUT: dict[str, tuple[type[Exception], str, Make]] = {
     "too many indices": (
         ArgumentError,
         "indices.shape",
-        lambda pool: {"indices": strided((1 << 14, 1 << 10), (0, 1))},
+        lambda pool: {"pool": pool.view[:0], "indices": strided((1 << 14, 1 << 10), (0, 1))},
     ),
     "an index at the pool's end": (
         IndexValueError,
@@ -569,11 +569,11 @@ BAD_INPUT: dict[str, tuple[type[Exception], str, Make]] = {
     },
     "out of rank 3": (ArgumentError, "out", lambda pool: {"out": destination()[None]}),
     "out on another device": (ArgumentError, "out", lambda pool: {"out": destination().to("meta")}),
-    "out of too few rows": (ArgumentError, "out.shape", lambda pool: {"out": destination(SUBS - 1)}),
+    "out of too few rows": (ArgumentError, "out.shape", lambda pool: {"out": destination()[:-1]}),
     "out of too narrow rows": (
         ArgumentError,
         "out.shape",
-        lambda pool: {"out": destination(SUBS, PAYLOAD - 1)},
+        lambda pool: {"out": destination()[:, : PAYLOAD - 1]},
     ),
     "out of sparse rows": (
         ArgumentError,
