@@ -26,7 +26,11 @@ _EXPORTS = {
     "SplitPages": "pages",
     "split_pages": "pages",
     "capture": "graphs",
+    "explain": "attention",
+    "flash_mla_with_kvcache_sm120": "attention",
     "pretend_device": "device",
+    "sparse_mla": "attention",
+    "write_cache": "cache",
 }
 __all__ = ["__version__", *sorted(_EXPORTS)]
 

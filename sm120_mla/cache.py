@@ -8,7 +8,6 @@ from . import device
 from .codec.recipe import DEEPSEEK, Recipe
 from .errors import ArgumentError, IndexValueError, LayoutError, NonFiniteError
 from .kernels import cache_write as kernels
-from .kernels.runtime import require_device
 from .layout import DSV4, PageGeometry, PageLayout
 from .metadata import _checks as checks
 from .pages import pool_geometry
@@ -40,7 +39,7 @@ def write_cache(
         slot_mapping: int32 or int64 ``[T]``, token indices ``page * page_size + slot``, any stride.
         cache: uint8 or float8_e4m3fn, ``[pages, bytes]``, ``[pages, P, b]``, ``[pages, P, 1, b]`` or
             ``[pages, 1, P, b]``; any page stride >= the payload (bytes), any storage offset or alignment.
-        page_size: tokens per page; may be left out for 3-D and 4-D caches.
+        page_size: tokens per page, any number; may be left out for 3-D and 4-D caches.
         recipe: how scales are chosen: ``codec.DEEPSEEK``, ``ENGINES`` or ``SGLANG_TRITON_OLD``.
         dummy_slot: the slot that padding rows are sent to (sglang: 0). It gets the bytes of a zero row,
             whatever those rows hold, so that it is finite, and the same after every replay.
@@ -57,21 +56,20 @@ def write_cache(
     """
     _check_rows(k, slot_mapping, cache, layout)
     geometry = pool_geometry(cache, page_size, layout, "cache")
-    kernels.constexprs(layout, geometry.page_size)
     _check_recipe(recipe)
     _check_dummy_slot(dummy_slot, geometry)
-    require_device("cache", cache)
     checks.same_device({"cache": cache, "k": k, "slot_mapping": slot_mapping})
     checks.disjoint({"cache": cache}, {"k": k, "slot_mapping": slot_mapping})
+    raw = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
+    # Before any value is looked at: it refuses a layout that the kernel cannot write.
+    arguments = kernels.arguments(
+        k, slot_mapping, raw, geometry, min_byte=recipe.min_byte, dummy_slot=dummy_slot
+    )
     if device.validate_values(validate):
         written = _check_slots(slot_mapping, dummy_slot, geometry)
         _check_finite(k, written, layout)
-    if not k.shape[0] or not geometry.pages:
-        return
-    raw = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
-    kernels.write_kernel[kernels.grid(k.shape[0])](
-        **kernels.arguments(k, slot_mapping, raw, geometry, min_byte=recipe.min_byte, dummy_slot=dummy_slot)
-    )
+    if k.shape[0] and geometry.pages:
+        kernels.write_kernel[kernels.grid(k.shape[0])](**arguments)
 
 
 def _check_rows(k: object, slot_mapping: object, cache: object, layout: object) -> None:

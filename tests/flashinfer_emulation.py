@@ -2,7 +2,7 @@
 
 Two arithmetics over one structure of tiles, masks and gathers: ``fp8`` rounds where the kernels round
 (decode_dsv4_kernel.cuh:336-860, prefill_kernel.cuh:660-1640, common/fp8_quant.cuh at 0.6.18; merge.cuh and
-prefill_mg.cuh at 0.7.4), ``exact`` keeps fp64. Both keep what a masked column reads and how it is masked,
+prefill_mg.cuh at 0.7.4), the other keeps fp32. Both keep what a masked column reads and how it is masked,
 so a caller that leaves slot 0 dirty, or gives a length over nothing but -1, gets what the hardware gives.
 """
 
@@ -74,27 +74,30 @@ def attend(
     bf16_qk: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out bf16 ``[T, H, 512]`` and LSE fp32 ``[T, H]``, base 2, with the sink, as the kernel writes them."""
-    real = torch.float32 if fp8 else torch.float64
     tiles = [
-        _gather(section, start, rules, prefill, real)
+        _gather(section, start, rules, prefill)
         for section in sections
         for start in range(0, section.indices.shape[1], TILE)
     ]
-    query = _Query(q, fp8 and not bf16_qk, real)
+    tiles = [tile for tile in tiles if tile is not None]
+    query = _Query(q, fp8 and not bf16_qk)
     passes = _prefill if prefill else _decode
     out, total, top = passes(query, tiles, scale, rules, fp8, bf16_qk)
     return _fold(out, total, top, sink, rules, prefill)
 
 
-def _gather(section: Section, start: int, rules: Rules, prefill: bool, real: torch.dtype) -> _Tile:
+def _gather(section: Section, start: int, rules: Rules, prefill: bool) -> _Tile | None:
+    """One tile, or None where it is past the length of every row."""
     rows, width = section.indices.shape
     column = torch.arange(start, start + TILE)
     lengths = torch.full((rows,), width) if section.lengths is None else section.lengths.long()
     lengths = lengths.clamp(0, width)
     active = start < lengths
+    if not bool(active.any()):
+        return None
     if int(column[-1]) < width:
         index = section.indices[:, start : start + TILE].long()
-    elif prefill and rules.slot_zero and bool(active.any()):
+    elif prefill and rules.slot_zero:
         raise WildGather("the prefill reads whole tiles of 64 columns, past the end of these rows")
     else:
         index = torch.full((rows, TILE), -1)
@@ -117,7 +120,7 @@ def _gather(section: Section, start: int, rules: Rules, prefill: bool, real: tor
         value_rope = rope
     if not (rules.slot_zero and prefill):  # zero scales with it
         scale_bytes = scale_bytes.masked_fill(masked[..., None], 0)
-    exponents = scale_bytes.to(real)
+    exponents = scale_bytes.float()
     mma = torch.exp2(exponents - 127).masked_fill(scale_bytes == 255, math.nan)
     scalar = (
         torch.exp2(exponents - 127).masked_fill(scale_bytes == 0, 0).masked_fill(scale_bytes == 255, math.inf)
@@ -125,39 +128,41 @@ def _gather(section: Section, start: int, rules: Rules, prefill: bool, real: tor
     return _Tile(
         kept=kept,
         active=active,
-        nope=decode_e4m3(nope).to(real).unflatten(-1, (NOPE // QUANT, QUANT)),
+        nope=decode_e4m3(nope).float().unflatten(-1, (NOPE // QUANT, QUANT)),
         scales=scalar,
         mma_scales=mma,
-        rope=rope.to(real),
-        value_rope=value_rope.to(real),
+        rope=rope.float(),
+        value_rope=value_rope.float(),
     )
 
 
 def _read(section: Section, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bytes at the addresses that the kernel computes from base, page stride and its page size."""
-    cache = section.cache
-    flat = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    page, slot = index // section.page_size, index % section.page_size
-    base = cache.storage_offset() + page * cache.stride(0)
-    data = base + slot * DSV4.token_bytes
-    footer = base + section.page_size * DSV4.token_bytes + slot * DSV4.footer_bytes
+    cache, size = section.cache, section.page_size
     if cache.shape[0] == 0:
         empty = torch.zeros((*index.shape, NOPE), dtype=torch.uint8)
         return empty, torch.zeros((*index.shape, ROPE), dtype=torch.bfloat16), empty[..., :7]
-    nope = flat[data[..., None] + torch.arange(NOPE)]
-    rope = flat[data[..., None] + NOPE + torch.arange(2 * ROPE)].view(torch.bfloat16)
-    return nope, rope, flat[footer[..., None] + torch.arange(NOPE // QUANT)]
+
+    def records(offset: int, width: int) -> torch.Tensor:
+        strides = (cache.stride(0), width, 1)
+        at = cache.storage_offset() + offset
+        view = torch.as_strided(cache, (cache.shape[0], size, width), strides, at)
+        return view[index // size, index % size]
+
+    data = records(0, DSV4.token_bytes)
+    rope = data[..., NOPE:].contiguous().view(torch.bfloat16)
+    return data[..., :NOPE], rope, records(size * DSV4.token_bytes, DSV4.footer_bytes)[..., :7]
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(values.dtype)
+    return values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
 
 
 class _Query:
-    def __init__(self, q: torch.Tensor, quantised: bool, real: torch.dtype) -> None:
-        self.nope = q[..., :NOPE].to(real).unflatten(-1, (NOPE // QUANT, QUANT))
-        self.rope = q[..., NOPE:].to(real)
-        self.scales = torch.ones(self.nope.shape[:-1], dtype=real)
+    def __init__(self, q: torch.Tensor, quantised: bool) -> None:
+        self.nope = q[..., :NOPE].float().unflatten(-1, (NOPE // QUANT, QUANT))
+        self.rope = q[..., NOPE:].float()
+        self.scales = torch.ones(self.nope.shape[:-1])
         if quantised:
             raw = self.nope.abs().amax(-1).clamp(min=1e-4) / 448.0
             self.scales = torch.exp2(torch.ceil(torch.log2(raw)))
@@ -166,7 +171,7 @@ class _Query:
     def scores(self, tile: _Tile, scale: float, rules: Rules, bf16_qk: bool) -> torch.Tensor:
         """``[T, H, 64]`` in base 2, masked."""
         if bf16_qk:
-            keys = (tile.nope * tile.scales[..., None]).bfloat16().to(tile.nope.dtype)
+            keys = (tile.nope * tile.scales[..., None]).bfloat16().float()
             product = torch.einsum("thbd,tcbd->thc", self.nope, keys)
         else:
             parts = torch.einsum("thbd,tcbd->thcb", self.nope, tile.nope)
@@ -185,7 +190,7 @@ def _weighted(tile: _Tile, p: torch.Tensor, fp8: bool) -> torch.Tensor:
         unit = scaled.abs().amax(2, keepdim=True).clamp(min=1e-10) / 448.0
         scaled = _e4m3(scaled / unit)
         nope = torch.einsum("thcb,tcbd->thbd", scaled, tile.nope) * unit.squeeze(2)[..., None]
-        rope = torch.einsum("thc,tcd->thd", p.bfloat16().to(p.dtype), tile.value_rope)
+        rope = torch.einsum("thc,tcd->thd", p.bfloat16().float(), tile.value_rope)
     else:
         nope = torch.einsum("thcb,tcbd->thbd", scaled, tile.nope)
         rope = torch.einsum("thc,tcd->thd", p, tile.value_rope)
@@ -202,15 +207,15 @@ def _decode(query: _Query, tiles: list[_Tile], scale: float, rules: Rules, fp8: 
         p = torch.exp2(s - top[..., None])
         total = p.sum(-1)
         part = _weighted(tile, p, fp8) * torch.where(total > 0, 1 / total, 0)[..., None]
-        partials.append(part.bfloat16().to(s.dtype) if fp8 else part)
+        partials.append(part.bfloat16().float() if fp8 else part)
         lse = torch.where(total > 0, torch.log2(total) + top, EMPTY)
         lses.append(torch.where(tile.active[:, None], lse, EMPTY))
-    lse = torch.stack(lses)
-    top = lse.amax(0)
+    lse = torch.stack(lses) if lses else torch.full((0, rows, heads), EMPTY)
+    top = lse.amax(0) if lses else torch.full((rows, heads), EMPTY)
     top = torch.where(top > -1e29, top, 0)
     used = lse > -1e29
     weight = torch.where(used, torch.exp2(lse - top), 0)
-    out = torch.zeros((rows, heads, NOPE + ROPE), dtype=lse.dtype)
+    out = torch.zeros((rows, heads, NOPE + ROPE))
     for part, one, takes in zip(partials, weight, used, strict=True):
         out += torch.where(takes[..., None], part * one[..., None], 0)
     # An empty row has no maximum of its own.
@@ -220,9 +225,9 @@ def _decode(query: _Query, tiles: list[_Tile], scale: float, rules: Rules, fp8: 
 def _prefill(query: _Query, tiles: list[_Tile], scale: float, rules: Rules, fp8: bool, bf16_qk: bool) -> Any:
     """One pass over the tiles with a running maximum."""
     rows, heads = query.rope.shape[:2]
-    top = torch.full((rows, heads), EMPTY, dtype=query.rope.dtype)
+    top = torch.full((rows, heads), EMPTY)
     total = torch.zeros_like(top)
-    out = torch.zeros((rows, heads, NOPE + ROPE), dtype=top.dtype)
+    out = torch.zeros((rows, heads, NOPE + ROPE))
     for tile in tiles:
         s = query.scores(tile, scale, rules, bf16_qk)
         new = torch.maximum(top, s.amax(-1))
@@ -242,12 +247,11 @@ def _fold(
     rules: Rules,
     prefill: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    real = out.dtype
     raw = torch.where(total > 0, torch.log2(total) + top, rules.sentinel)
     if sink is None:
         inverse, lse = torch.where(total > 0, 1 / total, 0), raw
     else:
-        at = (sink.to(real) * LOG2E).expand_as(raw)
+        at = (sink * LOG2E).expand_as(raw)
         empty = total <= 0
         if rules.sink_safe:
             share = torch.sigmoid((raw - at) * math.log(2.0)).masked_fill(empty, 0)
@@ -255,11 +259,10 @@ def _fold(
             lse = torch.where(empty, at, torch.logaddexp2(raw, at))
         else:
             frame = top if prefill else torch.where(top > -1e29, top, 0)
-            # fp32, where a sink far above the logits overflows
-            whole = (total.float() + torch.exp2((at - frame).float())).to(real)
+            whole = total + torch.exp2(at - frame)  # overflows where a sink is far above the logits
             inverse = torch.where(whole > 0, 1 / whole, 0)
             folded = torch.log2(whole) + frame
             if prefill:
                 folded = torch.where(raw == EMPTY, at, raw + torch.log2(1 + torch.exp2(at - raw)))
             lse = torch.where(whole > 0, folded, EMPTY)
-    return (out * inverse[..., None]).bfloat16(), lse.float()
+    return (out * inverse[..., None]).bfloat16(), lse

@@ -43,6 +43,7 @@ from sm120_mla.testing.guards import noise
 DEVICE = run_device()
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "pages" / "dsv4_pages.npz"
 LARGEST = float(torch.finfo(torch.bfloat16).max)
+LOWEST = Recipe("lowest", 2.0**-116, "scale", "ceil_log2", "the lowest floor allowed: byte 11")
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda row: row.name)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda row: row.name)
@@ -144,6 +145,8 @@ def test_every_bf16_is_the_largest_of_some_tile(recipe: Recipe) -> None:
         (DSV4, DEEPSEEK, LARGEST),
         (DSV4, SGLANG_TRITON_OLD, 448.0 * 2.0**-35),
         (DSV4, ENGINES, 2.0**-22),
+        (DSV4, LOWEST, 448.0 * 2.0**-116),
+        (DSV32, LOWEST, 2.0**-126),
         (DSV41_FOOTER, DEEPSEEK, 2.0**50),
         (DSV32, DEEPSEEK, 300.0),
     ],
@@ -212,11 +215,7 @@ def test_the_layout_owners_pages_are_reproduced(page_size: int) -> None:
     pool = make_pool(DSV4, page_size, len(want), page_stride=stride)
     slots = scattered(len(k), len(k))
 
-    # Below write_cache, which takes the page sizes that a layout resolves.
-    arguments = kernels.arguments(
-        k[slots], slots, pool.bytes, pool.geometry, min_byte=DEEPSEEK.min_byte, dummy_slot=None
-    )
-    kernels.write_kernel[kernels.grid(len(k))](**arguments)
+    write_cache(k[slots], slots, pool.view, page_size=page_size)
 
     assert differences(pool.bytes, want, DSV4, page_size) == []
 
@@ -240,12 +239,14 @@ def test_any_stride_and_alignment_of_pages(layout: PageLayout, extra: int, offse
     check_write(k, scattered(70, pool.geometry.tokens), pool)
 
 
-def test_the_page_size_of_a_view_need_not_be_given() -> None:
+@pytest.mark.parametrize("page_size", [1, 2, 61, 192])
+def test_the_page_size_of_a_view_may_be_any_and_need_not_be_given(page_size: int) -> None:
     k = on_device(k_rows(3, DSV4))
-    pool = make_pool(DSV4, 192, 2, view="nhd")
-    want = after_write(pool.bytes, k, slots_of(191, 192, 0), DSV4, 192)
-    write_cache(k, slots_of(191, 192, 0), pool.view)
-    assert differences(pool.bytes, want, DSV4, 192) == []
+    slots = slots_of(2 * page_size - 1, 2 * page_size, 0)
+    pool = make_pool(DSV4, page_size, 3, view="nhd")
+    want = after_write(pool.bytes, k, slots, DSV4, page_size)
+    write_cache(k, slots, pool.view)
+    assert differences(pool.bytes, want, DSV4, page_size) == []
 
 
 @pytest.mark.parametrize(("width", "first"), [(512, 0), (576, 0), (513, 0), (600, 7), (1_024, 512)])
@@ -282,14 +283,18 @@ def test_an_interleaved_pool_keeps_its_other_layers() -> None:
 # ---- what is not written
 
 
-OUTSIDE = [-1, -2, -(2**31), 128, 129, 2**31 - 1]
+NEAR = [-1, -2, -64, 128, 129, 192]  # where a stray write stays inside the storage, and shows
+FAR = [-(2**31), 2**31 - 1]
+WIDE = [2**31, 2**32, 2**32 + 5, 2**33 + 64, 2**63 - 1, -(2**63), -(2**32) + 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_without_a_slot_of_the_cache_write_nothing(dtype: torch.dtype) -> None:
-    wide = [2**31, 2**32, 2**32 + 5, 2**33 + 64, 2**63 - 1, -(2**63), -(2**32) + 5]
-    values = OUTSIDE + (wide if dtype == torch.int64 else [])
-    slots = torch.tensor([7, *values, 127], dtype=dtype, device=DEVICE)
+@pytest.mark.parametrize(
+    ("dtype", "outside"),
+    [(torch.int32, NEAR), (torch.int64, NEAR), (torch.int32, NEAR + FAR), (torch.int64, NEAR + FAR + WIDE)],
+    ids=["near32", "near64", "far32", "far64"],
+)
+def test_rows_without_a_slot_of_the_cache_write_nothing(dtype: torch.dtype, outside: list[int]) -> None:
+    slots = torch.tensor([7, *outside, 127], dtype=dtype, device=DEVICE)
     k = on_device(k_rows(len(slots), DSV4, seed=7))
     k[1:-1:2, 5] = math.nan
     check_write(k, slots, make_pool(DSV4, 64, 2), validate="metadata")
@@ -346,7 +351,7 @@ def test_the_dummy_slot_may_be_any_and_is_no_other(validate: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_two_rows_with_one_slot_are_refused(dtype: torch.dtype) -> None:
-    slots = slots_of(9, 5, -1, 5, 9, -1, 9, 0, 0, dtype=dtype)
+    slots = slots_of(5, 9, -1, 9, 5, -1, 9, 0, 0, dtype=dtype)
     pool = make_pool(DSV4, 64, 2)
 
     with pytest.raises(IndexValueError) as error:
@@ -354,7 +359,7 @@ def test_two_rows_with_one_slot_are_refused(dtype: torch.dtype) -> None:
             on_device(k_rows(9, DSV4)), slots, pool.view, page_size=64, dummy_slot=0, validate="values"
         )
 
-    assert (error.value.argument, error.value.value) == ("slot_mapping[3]", 5)
+    assert (error.value.argument, error.value.value) == ("slot_mapping[3]", 9)
     assert "row 1 has it too" in str(error.value)
     assert "dummy_slot" in str(error.value)
     assert untouched(pool)
@@ -516,7 +521,7 @@ def cache_of(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 ELSEWHERE = torch.device("meta")
 NEAREST = Recipe("nearest", 1e-4, "amax", "nearest", "nobody")
-TINY = Recipe("tiny", 2.0**-121, "scale", "ceil_log2", "nobody")
+TINY = Recipe("tiny", 2.0**-117, "scale", "ceil_log2", "nobody")
 HUGE = Recipe("huge", 2.0**121, "scale", "ceil_log2", "nobody")
 ODD_TILE = PageLayout(
     "odd",

@@ -18,7 +18,6 @@ from sm120_mla import settings
 from sm120_mla.case import (
     CaseFile,
     IndexSpec,
-    MetaCase,
     Offset64Case,
     OrderCase,
     SplitCase,
@@ -32,14 +31,17 @@ from sm120_mla.errors import CaseFileError
 from sm120_mla.testing import strategies
 from sm120_mla.testing.profiles import scaled
 
-KINDS: dict[type, st.SearchStrategy[Any]] = {
-    SplitCase: strategies.split_cases(),
-    Offset64Case: strategies.offset64_cases(),
-    OrderCase: strategies.orders(),
-    MetaCase: strategies.meta_cases(),
-    SubjectCase: st.builds(SubjectCase, subject=st.text(max_size=20)),
-}
-KIND_NAMES = [kind.model_fields["kind"].default for kind in KINDS]
+KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(get_args(case_module.Case)[0])}
+"""Every kind of case there is, by name."""
+
+
+def strategy_of(kind: str) -> st.SearchStrategy[Any]:
+    """What draws cases of a kind: called after it."""
+    if kind == "subject":
+        return st.builds(SubjectCase, subject=st.text(max_size=20))
+    return getattr(strategies, "orders" if kind == "order" else f"{kind}_cases")()
+
+
 EXAMPLE = CaseFile(invariant="INTERP-FACT", note="a fact", case=SubjectCase(subject="bf16-dot"))
 
 
@@ -51,16 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- round trip
 
 
-def test_every_kind_of_case_is_looked_at() -> None:
-    union = get_args(get_args(case_module.Case)[0])
-
-    assert set(union) == set(KINDS)
+def test_the_kinds_of_the_main_job_are_there() -> None:
+    assert {"split", "offset64", "order", "subject"} <= set(KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
-def test_what_is_saved_is_what_is_loaded(kind: type, folder: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_what_is_loaded(kind: str, folder: Path) -> None:
     @scaled(1)
-    @given(drawn=KINDS[kind], note=st.text(max_size=30))
+    @given(drawn=strategy_of(kind), note=st.text(max_size=30))
     def round_trip(drawn: Any, note: str) -> None:
         file = CaseFile(invariant="BUF-KEY", note=note, case=drawn)
 
@@ -68,7 +68,7 @@ def test_what_is_saved_is_what_is_loaded(kind: type, folder: Path) -> None:
         found = load(path)
 
         assert path.name == file.name
-        assert type(found.case) is kind
+        assert type(found.case) is KINDS[kind]
         assert found == file
         assert hash(found) == hash(file)
         assert found.model_dump_json() == file.model_dump_json()

@@ -248,18 +248,20 @@ def test_numbers_and_grids_of_launches_are_frozen(kernel_where: str) -> None:
     assert counter.tolist() == [3, 6]
 
 
-def test_a_launch_leaves_the_grid_of_later_ones_alone(kernel_where: str) -> None:
+def test_a_replay_leaves_the_grid_of_later_launches_alone(kernel_where: str) -> None:
     counter = torch.zeros(1, dtype=torch.int32, device=kernel_where)
-    launcher = count_programs[(4,)]
+    programs = [4]
+    launcher = count_programs[lambda meta: (programs[0],)]
     launcher(counter)
     graph = graphs.capture(lambda: launcher(counter), device_type=kernel_where)
     counter.zero_()
+    programs[0] = 10
 
     graph.replay()
     launcher(counter)
     graph.replay()
 
-    assert counter.tolist() == [12]
+    assert counter.tolist() == [18]
 
 
 # ---- what it holds

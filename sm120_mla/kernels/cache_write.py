@@ -26,8 +26,8 @@ __all__ = [
     "write_kernel",
 ]
 
-MIN_FLOOR_BYTE, MAX_FLOOR_BYTE = 7, 247
-"""Smallest scale bytes that a recipe may ask for: below 7 a subnormal bf16 could be a normal code."""
+MIN_FLOOR_BYTE, MAX_FLOOR_BYTE = 11, 247
+"""What a recipe's smallest scale byte may be: from 11 on, every subnormal bf16 rounds to 0."""
 
 # One token is 1 KiB to read: a program of one warp has it in flight at once.
 TOKENS = 64 if INTERPRETED else 1
@@ -89,9 +89,9 @@ def write_kernel(
     byte = tl.maximum(byte, min_byte)
 
     # |x| / scale = significand * 2^(power - 7). It is at most 448, so no code has to saturate.
-    exponent = magnitude >> 7
-    significand = (magnitude & 0x7F) + tl.where(exponent > 0, 0x80, 0)
-    power = tl.maximum(exponent, 1) - byte[:, :, None]
+    # Zero and subnormals are taken for values below 2^-126, which round to 0 under any scale allowed.
+    significand = (magnitude & 0x7F) + 0x80
+    power = (magnitude >> 7) - byte[:, :, None]
     target = tl.maximum(power, -6)  # e4m3's exponent, with a quantum of 2^(target - 3)
     shift = tl.minimum(target - power + 4, 16)  # a significand has 8 bits: from 10 on nothing is left
     half_less = (1 << (shift - 1)) - 1

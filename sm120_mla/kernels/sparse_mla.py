@@ -8,8 +8,12 @@ first the tiles that hold the counted columns of the main row, then those of the
 What must not reach the output is never read (its lanes load zeros instead), and has weight exactly 0.
 """
 
+# mypy: disable-error-code="assignment"
+# (kernels build tuples of tensors piece by piece)
+
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -27,6 +31,8 @@ __all__ = [
     "bf16",
     "compile_specs",
     "constexprs",
+    "dequantise",
+    "interpreted_config",
     "signature",
     "sparse_mla_kernel",
     "specs_of",
@@ -72,12 +78,14 @@ _E4M3_TO_FP32 = tl.constexpr(2.0**120)
 class Config:
     """One launch configuration: ``block_h`` heads by tiles of ``block_n`` entries.
 
+    A row of K is taken in pieces of ``widths`` dimensions, each with dot products of its own.
     ``residents`` is how many programs share a multiprocessor. ``tile_ns`` is the time one tile takes and
     ``start_ns`` what a program costs besides, in nanoseconds; they rank configurations against each other.
     """
 
     block_h: int
     block_n: int
+    widths: tuple[int, ...]
     num_warps: int
     num_stages: int
     residents: int
@@ -86,15 +94,15 @@ class Config:
 
 
 SM120_CONFIGS: tuple[Config, ...] = (
-    Config(16, 32, num_warps=4, num_stages=3, residents=1, tile_ns=1500, start_ns=4000),
-    Config(32, 32, num_warps=8, num_stages=3, residents=1, tile_ns=2000, start_ns=4500),
+    Config(16, 32, (64,) * 8, num_warps=4, num_stages=5, residents=1, tile_ns=1500, start_ns=4000),
+    Config(32, 32, (64,) * 8, num_warps=8, num_stages=3, residents=1, tile_ns=2000, start_ns=4500),
 )
 """Within the 101,376 bytes of shared memory of SM120; also what any GPU but Hopper gets."""
 
 CONFIGS: dict[int, tuple[Config, ...]] = {
     9: (
-        Config(16, 32, num_warps=4, num_stages=5, residents=2, tile_ns=1500, start_ns=4000),
-        Config(64, 64, num_warps=8, num_stages=5, residents=1, tile_ns=3500, start_ns=6000),
+        Config(16, 32, (64,) * 8, num_warps=4, num_stages=5, residents=2, tile_ns=1500, start_ns=4000),
+        Config(64, 64, (64,) * 8, num_warps=8, num_stages=5, residents=1, tile_ns=3500, start_ns=6000),
     ),
 }
 """By major capability, where it is not ``SM120_CONFIGS``."""
@@ -106,23 +114,15 @@ def bf16(x):
     if _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+        result = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     else:
-        return x.to(tl.bfloat16)
-
-
-@triton.jit
-def _operand(x):
-    """A bf16 operand of a dot product; the interpreter would multiply its bit pattern."""
-    if _INTERPRETED:
-        return x.to(tl.float32)
-    else:
-        return x
+        result = x.to(tl.bfloat16)
+    return result
 
 
 @triton.jit
 def dequantise(codes, scale_byte, BY_BITS: tl.constexpr):
-    """bf16 values of e4m3fn codes uint8 ``[n, m]`` under UE8M0 bytes int32 ``[n]``: as the codec has them.
+    """The codec's bf16 values of e4m3fn codes, uint8 ``[n, m]``, under UE8M0 bytes, int32 ``[n, m or 1]``.
 
     ``BY_BITS`` decodes by integer arithmetic, for the interpreter (which decodes NaN codes to 480) and for
     GPUs without an e4m3 converter.
@@ -137,7 +137,13 @@ def dequantise(codes, scale_byte, BY_BITS: tl.constexpr):
     # The top mantissa bit is 2^-127 over exponent 0, and a quiet NaN over exponent 255.
     half = (scale_byte == 0) | (scale_byte == 255)
     scale = ((scale_byte << 23) | tl.where(half, 0x400000, 0)).to(tl.float32, bitcast=True)
-    return bf16(value * scale[:, None])
+    return bf16(value * scale)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of fp32 zeros; the shape may come from a tuple, which a list of sizes may not."""
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit
@@ -153,7 +159,7 @@ def _columns(
     """Columns to look at: the row's length cut to ``[0, width]``, or all."""
     if HAS_LENGTHS:
         length = tl.load(lengths + row * length_step).to(tl.int64)
-        return tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
+        columns = tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
     else:
         columns = width + tl.zeros((), tl.int32)
         if width > _SCAN_FROM:
@@ -163,7 +169,7 @@ def _columns(
                 index = tl.load(indices + column, mask=column < width, other=-1).to(tl.int64)
                 counted = (index >= 0) & (index < tokens)
                 columns = tl.maximum(columns, tl.max(tl.where(counted, column + 1, 0), axis=0))
-        return columns
+    return columns
 
 
 @triton.jit
@@ -180,27 +186,69 @@ def _scale_bytes(pool, footer, counted, SCALES: tl.constexpr, ALIGN: tl.constexp
     """The footer records of a tile, one int64 an entry."""
     if ALIGN == 16:
         at = (pool + tl.multiple_of(footer, 8)).to(tl.pointer_type(tl.int64), bitcast=True)
-        return tl.load(at, mask=counted, other=0)
+        record = tl.load(at, mask=counted, other=0)
     else:
         record = tl.zeros_like(footer)
         for j in tl.static_range(SCALES):
             byte = tl.load(pool + footer + j, mask=counted, other=0)
             record |= byte.to(tl.int64) << (8 * j)
-        return record
+    return record
 
 
 @triton.jit
-def _rope(pool, record, counted, ROPE: tl.constexpr, ALIGN: tl.constexpr):
-    """bf16 ``[n, ROPE]`` at byte offsets ``record``."""
-    at = tl.arange(0, ROPE)[None, :]
+def _rope(pool, start, element, mask, ALIGN: tl.constexpr):
+    """The bf16 ``element``s [1, m] from byte offsets ``start`` [n] on."""
     if ALIGN > 1:
-        values = (pool + record).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        return tl.load(values[:, None] + at, mask=counted[:, None], other=0.0)
+        at = (pool + start).to(tl.pointer_type(tl.bfloat16), bitcast=True)[:, None] + element
+        values = tl.load(at, mask=mask, other=0.0)
     else:
-        bytes_at = pool + record[:, None] + 2 * at
-        low = tl.load(bytes_at, mask=counted[:, None], other=0).to(tl.int16)
-        high = tl.load(bytes_at + 1, mask=counted[:, None], other=0).to(tl.int16)
-        return ((high << 8) | low).to(tl.bfloat16, bitcast=True)
+        at = pool + start[:, None] + 2 * element
+        low = tl.load(at, mask=mask, other=0).to(tl.int16)
+        high = tl.load(at + 1, mask=mask, other=0).to(tl.int16)
+        values = ((high << 8) | low).to(tl.bfloat16, bitcast=True)
+    return values
+
+
+@triton.jit
+def _key(
+    pool,
+    record,
+    scales,
+    counted,
+    FIRST: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    NOPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """Dimensions ``[FIRST, FIRST + PIECE)`` of a tile of K, ready for a dot product; 0 where not counted."""
+    dim = FIRST + tl.arange(0, PIECE)[None, :]
+    mask = counted[:, None]
+    if FIRST >= NOPE:
+        key = _rope(pool, record + NOPE, dim - NOPE, mask, ALIGN)
+    else:
+        if PIECE <= TILE:
+            scale_byte = (scales >> (8 * (FIRST // TILE)))[:, None]
+        else:
+            scale_byte = scales[:, None] >> (8 * (dim // TILE)).to(tl.int64)
+        if FIRST + PIECE <= NOPE:
+            codes = tl.load(pool + record[:, None] + dim, mask=mask, other=0)
+        else:
+            codes = tl.load(pool + record[:, None] + dim, mask=mask & (dim < NOPE), other=0)
+        if not _INTERPRETED:
+            # A move that the compiler must not look through: for mma.sync it would carry the layouts of both
+            # dot products up to the load, and then neither copies asynchronously nor shares the conversion.
+            codes = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4
+            )
+        key = dequantise(codes, (scale_byte & 0xFF).to(tl.int32), BY_BITS)
+        if FIRST + PIECE > NOPE:
+            rope = _rope(pool, record + NOPE, dim - NOPE, mask & (dim >= NOPE), ALIGN)
+            key = tl.where(dim < NOPE, key, rope)
+    if _INTERPRETED:  # which would multiply the bit patterns of bf16
+        key = key.to(tl.float32)
+    return key
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
@@ -243,15 +291,17 @@ def sparse_mla_kernel(
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PARTIAL: tl.constexpr,
-    TILE: tl.constexpr,  # elements that share a scale
-    TILES: tl.constexpr,
-    ROPE: tl.constexpr,  # elements
+    DIM: tl.constexpr,
+    NOPE: tl.constexpr,  # dimensions that are e4m3fn; the others are bf16
+    TILE: tl.constexpr,  # dimensions that share a scale
     TOKEN_BYTES: tl.constexpr,
     FOOTER_BYTES: tl.constexpr,
     ALIGN: tl.constexpr,
     BY_BITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FIRSTS: tl.constexpr,  # first dimension of each piece, which has a dot product of its own
+    WIDTHS: tl.constexpr,  # dimensions of each piece
 ):
     """Grid ``(T * splits * ceil(heads / BLOCK_H),)``: a block of heads over one share of a row's tiles.
 
@@ -288,20 +338,23 @@ def sparse_mla_kernel(
         tiles += tl.cdiv(extra_columns, BLOCK_N)
     begin = (split.to(tl.int64) * tiles // splits).to(tl.int32)
     end = ((split.to(tl.int64) + 1) * tiles // splits).to(tl.int32)
-    if PARTIAL:
+    if PARTIAL:  # noqa: SIM102 - a compile-time condition, then one at run time
         if begin == end:
             tl.store(lse + part, _NEVER, mask=in_heads)
             return
 
-    lane = tl.arange(0, TILE)
     bit = tl.arange(0, BLOCK_N).to(tl.int64)
     one = tl.full([BLOCK_N], 1, tl.int64)
     queries = ()
     sums = ()
-    for j in tl.static_range(TILES + 1):
-        at = q + row * q_t + head[:, None] * q_h + (j * TILE + lane)[None, :]
-        queries = queries + (_operand(tl.load(at, mask=in_heads[:, None], other=0.0)),)
-        sums = sums + (tl.zeros([BLOCK_H, TILE], tl.float32),)
+    for j in tl.static_range(len(WIDTHS)):
+        dim = FIRSTS[j] + tl.arange(0, WIDTHS[j])[None, :]
+        at = q + row * q_t + head[:, None] * q_h + dim
+        query = tl.load(at, mask=in_heads[:, None], other=0.0)
+        if _INTERPRETED:
+            query = query.to(tl.float32)
+        queries += (query,)
+        sums += (_zeros(BLOCK_H, WIDTHS[j]),)
     peak = tl.full([BLOCK_H], _NEVER, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
 
@@ -333,18 +386,13 @@ def sparse_mla_kernel(
         if ALIGN == 16:
             record = tl.multiple_of(record, 16)
 
-        scales = _scale_bytes(pool, footer, counted, TILES, ALIGN)
+        scales = _scale_bytes(pool, footer, counted, NOPE // TILE, ALIGN)
         keys = ()
         scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        for j in tl.static_range(TILES):
-            codes_at = pool + record[:, None] + (j * TILE + lane)[None, :]
-            codes = tl.load(codes_at, mask=counted[:, None], other=0)
-            key = dequantise(codes, ((scales >> (8 * j)) & 0xFF).to(tl.int32), BY_BITS)
+        for j in tl.static_range(len(WIDTHS)):
+            key = _key(pool, record, scales, counted, FIRSTS[j], WIDTHS[j], TILE, NOPE, ALIGN, BY_BITS)
             scores = tl.dot(queries[j], tl.trans(key), scores)
-            keys = keys + (key,)
-        key = _operand(_rope(pool, record + TILES * TILE, counted, ROPE, ALIGN))
-        scores = tl.dot(queries[TILES], tl.trans(key), scores)
-        keys = keys + (key,)
+            keys += (key,)
 
         # Which lanes count, as one word: it reaches the layout of the scores without reading indices again.
         word = tl.sum(tl.where(counted, one << bit, 0), axis=0)
@@ -357,8 +405,8 @@ def sparse_mla_kernel(
         peak = new_peak
         weights = bf16(weights)
         new_sums = ()
-        for j in tl.static_range(TILES + 1):
-            new_sums = new_sums + (tl.dot(weights, keys[j], sums[j] * shrink[:, None]),)
+        for j in tl.static_range(len(WIDTHS)):
+            new_sums += (tl.dot(weights, keys[j], sums[j] * shrink[:, None]),)
         sums = new_sums
 
     nothing = total == 0
@@ -366,7 +414,7 @@ def sparse_mla_kernel(
     log_total = peak + tl.log2(tl.where(nothing, 1.0, total))
     if PARTIAL:
         tl.store(lse + part, log_total, mask=in_heads)
-        out_at = out + part * ((TILES + 1) * TILE)
+        out_at = out + part * DIM
     else:
         if HAS_LSE:
             tl.store(lse + row * lse_t + head * lse_h, log_total * _LN_2, mask=in_heads)
@@ -375,11 +423,18 @@ def sparse_mla_kernel(
             total += tl.exp2(share * _LOG2_E - base)
         out_at = out + row * out_t + head * out_h
     inverse = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))[:, None]
-    for j in tl.static_range(TILES + 1):
+    for j in tl.static_range(len(WIDTHS)):
+        dim = FIRSTS[j] + tl.arange(0, WIDTHS[j])[None, :]
         result = sums[j] * inverse
         if not PARTIAL:
             result = bf16(result)
-        tl.store(out_at[:, None] + (j * TILE + lane)[None, :], result, mask=in_heads[:, None])
+        tl.store(out_at[:, None] + dim, result, mask=in_heads[:, None])
+
+
+def interpreted_config(heads: int) -> Config:
+    """For the interpreter, which pays by the operation, whatever its size."""
+    block = max(16, min(64, triton.next_power_of_2(heads)))
+    return Config(block, 64, (512,), num_warps=4, num_stages=1, residents=1, tile_ns=1, start_ns=1)
 
 
 def constexprs(
@@ -400,7 +455,6 @@ def constexprs(
 
     What a launch does not look at is set to one value, so that it compiles nothing of its own.
     """
-    nope, rope = layout.field("nope"), layout.field("rope")
     return {
         "MAIN_PAGE_SIZE": main_page_size,
         "EXTRA_PAGE_SIZE": extra_page_size or 1,
@@ -410,15 +464,17 @@ def constexprs(
         "HAS_SINK": has_sink and not partial,
         "HAS_LSE": has_lse and not partial,
         "PARTIAL": partial,
+        "DIM": layout.head_dim,
+        "NOPE": layout.field("nope").count,
         "TILE": layout.tile,
-        "TILES": nope.count // layout.tile,
-        "ROPE": rope.count,
         "TOKEN_BYTES": layout.token_bytes,
         "FOOTER_BYTES": layout.footer_bytes,
         "ALIGN": align,
         "BY_BITS": by_bits,
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
+        "FIRSTS": tuple(itertools.accumulate(config.widths[:-1], initial=0)),
+        "WIDTHS": config.widths,
     }
 
 
@@ -437,7 +493,11 @@ def signature(index: str, partial: bool) -> dict[str, str]:
     """Triton types of the runtime arguments; ``index`` is ``i32`` or ``i64``, of both index rows."""
     pointers = _POINTERS | {"main_indices": f"*{index}", "extra_indices": f"*{index}"}
     pointers["out"] = "*fp32" if partial else "*bf16"
-    return pointers | dict.fromkeys((*NOT_SPECIALISED, "q_t", "q_h", "out_t", "out_h"), "i32") | {"scale": "fp32"}
+    return (
+        pointers
+        | dict.fromkeys((*NOT_SPECIALISED, "q_t", "q_h", "out_t", "out_h"), "i32")
+        | {"scale": "fp32"}
+    )
 
 
 def specs_of(
@@ -448,7 +508,10 @@ def specs_of(
     """
     specs = []
     for n, config in enumerate(configs):
-        kinds: list[tuple[int, int | None, bool, int, str]] = [(256, 64, True, 16, "i32"), (64, 2, False, 16, "i32")]
+        kinds: list[tuple[int, int | None, bool, int, str]] = [
+            (256, 64, True, 16, "i32"),
+            (64, 2, False, 16, "i32"),
+        ]
         if n == 0:
             kinds += [(256, None, False, 16, "i64"), (64, 2, True, 2, "i32"), (64, 2, False, 1, "i32")]
         for main, extra, partial, align, index in kinds:
@@ -478,6 +541,8 @@ def specs_of(
                     num_stages=config.num_stages,
                     aligned=("q", "out", "q_t", "q_h", "out_t", "out_h")
                     + (("main_pool", "extra_pool") if align == 16 else ()),
+                    # Byte by byte, addresses take more registers than there are; no engine has such a pool.
+                    spill_bytes=0 if align == 16 else 256,
                     capabilities=capabilities,
                 )
             )

@@ -108,7 +108,7 @@ class Target(Protocol):
         """
 
     def error_budget(self) -> str:
-        """Whose arithmetic the budget is derived from: a name of ``testing.budgets``."""
+        """Whose arithmetic the budget is derived from: a row of ``testing.arithmetic``."""
 
     def write_cache(
         self,

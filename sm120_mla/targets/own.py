@@ -26,12 +26,16 @@ from .base import AttentionInputs, C128AInputs, Support
 __all__ = ["OwnTarget", "Patch", "patched"]
 
 _PACKAGE = __name__.split(".", 1)[0]
-_PRODUCT_FILES = ("*.py", "kernels", "metadata", "backends", "codec")
+_PRODUCT_FILES = ("*.py", "kernels", "metadata", "backends", "codec", "reference")
 _KERNEL_MODULES = (
     "kernels.page_split",
     "kernels.c128a",
     "kernels.index_windows",
     "kernels.index_topk",
+    "kernels.cache_write",
+    "kernels.sparse_mla",
+    "kernels.merge",
+    "kernels.fi_prepare",
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ArgumentError
 
@@ -15,7 +15,7 @@ __all__ = [
     "REFERENCE",
     "TINY",
     "TRITON",
-    "TRITON_INTERPRETED",
+    "TRITON_TRUNCATING",
     "Arithmetic",
     "arithmetic_for",
     "rounding",
@@ -57,7 +57,8 @@ class Arithmetic:
     part of ``scale * sum |q k|`` by which a score may be off; ``score_rms``: part of
     ``scale * sqrt(sum q^2 k^2)``, for rounding of q. ``sum``: one addition of a sum over entries. ``exp``: an
     exponential with its argument. ``partial``: rounding of a partial result before the merge.
-    ``out``: the store. ``lse``: the store, with the logarithm.
+    ``out``: the store. ``lse``: the store, with the logarithm. ``centre``: what the result is multiplied by
+    in the middle of these bounds, where a rounding has a direction.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Arithmetic:
     lse: float
     independent: bool
     source: str
+    centre: float = 1.0
 
 
 REFERENCE = Arithmetic(
@@ -105,21 +107,17 @@ TRITON = Arithmetic(
     independent=False,
     source="bf16 q, K and P, products in fp32, weights summed unrounded, splits merged in fp32, bf16 out",
 )
-TRITON_INTERPRETED = Arithmetic(
-    name="triton (interpreter)",
-    weight=2 * _BF16,
-    weight_rms=2 * _BF16_RMS,
-    weight_floor=TINY,
-    score=TRITON.score,
-    score_rms=0.0,
-    sum=TRITON.sum,
-    exp=TRITON.exp,
-    partial=TRITON.partial,
-    out=2 * TRITON.out,
-    lse=TRITON.lse,
-    independent=False,
-    source="as triton, with fp32 to bf16 by truncation (the interpreter's cast, Triton 3.9)",
+TRITON_TRUNCATING = replace(
+    TRITON,
+    name="triton (truncating)",
+    weight=1.5 * _BF16,
+    weight_rms=1.5 * _BF16_RMS,
+    out=1.5 * TRITON.out,
+    source="as triton, with fp32 to bf16 to nearest or by truncation (the interpreter's cast, Triton 3.9)",
+    centre=(1 - _BF16 / 2) ** 2,
 )
+"""Truncation is off by -2 to 0 units and rounding by -1 to 1, of the weights and of the store each."""
+
 FLASHINFER_BF16_QK = Arithmetic(
     name="flashinfer (bf16 QK)",
     weight=_E4M3,
@@ -137,33 +135,24 @@ FLASHINFER_BF16_QK = Arithmetic(
 )
 """Prefill of up to 256 columns, and of two caches; versions differ below that (attention_plan.h, 0.7.4)."""
 
-FLASHINFER_FP8_QK = Arithmetic(
+FLASHINFER_FP8_QK = replace(
+    FLASHINFER_BF16_QK,
     name="flashinfer (fp8 QK)",
-    weight=_E4M3,
-    weight_rms=FLASHINFER_BF16_QK.weight_rms,
-    weight_floor=FLASHINFER_BF16_QK.weight_floor,
-    score=TRITON.score,
     score_rms=_E4M3_RMS,
-    sum=_TENSOR_CORE,
-    exp=FLASHINFER_BF16_QK.exp,
-    partial=_BF16,
-    out=FLASHINFER_BF16_QK.out,
-    lse=FLASHINFER_BF16_QK.lse,
-    independent=True,
     source="FlashInfer 0.6.14-0.7.4 decode_dsv4_kernel.cuh: q to e4m3 by head and tile as well",
 )
 """Decode, and prefill of more than 256 columns of one cache."""
 
-ARITHMETIC = (REFERENCE, TRITON, TRITON_INTERPRETED, FLASHINFER_BF16_QK, FLASHINFER_FP8_QK)
+ARITHMETIC = (REFERENCE, TRITON, TRITON_TRUNCATING, FLASHINFER_BF16_QK, FLASHINFER_FP8_QK)
 
 
-def arithmetic_for(backend: str, *, interpreted: bool = False, fp8_qk: bool = True) -> Arithmetic:
-    """The row of a backend. ``fp8_qk`` tells FlashInfer's two apart; raises ``ArgumentError`` for a name."""
-    rows = {
-        "reference": REFERENCE,
-        "triton": TRITON_INTERPRETED if interpreted else TRITON,
-        "flashinfer": FLASHINFER_FP8_QK if fp8_qk else FLASHINFER_BF16_QK,
-    }
-    if backend not in rows:
-        raise ArgumentError("backend", repr(backend), f"one of {', '.join(rows)}", "Correct the name.")
-    return rows[backend]
+def arithmetic_for(name: str) -> Arithmetic:
+    """The row of a backend or of that name; raises ``ArgumentError`` with the names there are.
+
+    ``flashinfer`` is the wider of its rows. ``triton`` rounds to nearest in the interpreter too: our own
+    kernels do so by integer arithmetic there.
+    """
+    rows = {"flashinfer": FLASHINFER_FP8_QK, **{row.name: row for row in ARITHMETIC}}
+    if name not in rows:
+        raise ArgumentError("arithmetic", repr(name), f"one of {', '.join(rows)}", "Correct the name.")
+    return rows[name]

@@ -78,7 +78,8 @@ def entries_of(call: Call) -> list[Entries]:
 def _values(shape: tuple[int, ...], spread: str, gen: torch.Generator) -> torch.Tensor:
     value = torch.randn(shape, generator=gen)
     if spread == "wide":
-        value *= torch.exp2(torch.randint(-6, 4, shape[:-1], generator=gen).float())[..., None]
+        tiles = torch.exp2(torch.randint(-6, 4, (*shape[:-1], 8), generator=gen).float())
+        value *= tiles.repeat_interleave(64, dim=-1)
     if spread == "huge":
         value *= 30
     return value.to(torch.bfloat16)
@@ -134,7 +135,8 @@ def poisoned(cache: Cache, kind: str, seed: int) -> Cache:
 
 def call_of(case: AttnCase, poison_seed: int = 0) -> Call:
     """The inputs of a case. ``poison_seed`` chooses the bytes that must not matter."""
-    gen = torch.Generator().manual_seed(case.seed)
+    # A seed apart from the caches': queries that are keys make every softmax one-hot.
+    gen = torch.Generator().manual_seed(case.seed + 500_009)
     where = run_device()
     width = case.heads + case.q_gap
     storage = _values((case.tokens, width, 512), case.spread, gen).to(where)

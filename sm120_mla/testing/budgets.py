@@ -41,7 +41,7 @@ _SIGMAS = 8.0
 _SIGMAS_WHOLE = 6.0
 _SIGMAS_RMS, _SIGMAS_RMS_WHOLE = 4.0, 2.0
 """A mean over 512 dimensions varies less than one value; one over every row and head less still."""
-_RESOLVED = 0.25
+_RESOLVED = 0.2
 """Up to this mean error of a row's scores their effect is linear, and errors may be added as noise."""
 _LARGEST_ERROR = 30.0
 """In natural units; a weight is past any bound there, and its exponential still a number."""
@@ -64,7 +64,7 @@ class Budget:
     rms: torch.Tensor
     """``[T, H]``."""
     slope: torch.Tensor
-    """``[T, H]``, of ``|slope - 1|``."""
+    """``[T, H]``, of ``|slope - arithmetic.centre|``."""
     lse_error: torch.Tensor
     """``[T, H]``."""
     blind: torch.Tensor
@@ -75,7 +75,7 @@ class Budget:
 
     def surely_rejects(self, factor: float) -> bool:
         """Whether a result within budget, times ``factor``, must fall outside: by its slope alone."""
-        return abs(factor - 1) > self.whole_slope * (1 + factor)
+        return abs(factor - 1) * self.arithmetic.centre > self.whole_slope * (1 + factor)
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Judgement:
         """Hold ``out [T, H, 512]`` and ``lse [T, H]``, of any float dtype, against this budget.
@@ -90,7 +90,7 @@ class Budget:
                 )
         measures, judged = Measures(), ~self.blind
         got = out.to(self.out)
-        measures.elements(_OUT, got, self.out, self.pointwise, judged.unsqueeze(-1))
+        measures.elements(_OUT, got, self.out * self.arithmetic.centre, self.pointwise, judged.unsqueeze(-1))
         sound = judged & self.out.isfinite().all(-1) & got.isfinite().all(-1)
         self._rms(measures, got, sound)
         self._slope(measures, got, sound & _has_slope(self.out))
@@ -99,7 +99,8 @@ class Budget:
         return Judgement(tuple(measures.misses), measures.ratios, int(judged.sum()), int(self.blind.sum()))
 
     def _rms(self, measures: Measures, got: torch.Tensor, sound: torch.Tensor) -> None:
-        square = torch.where(sound.unsqueeze(-1), got - self.out, 0.0).square().mean(-1)
+        error = got - self.out * self.arithmetic.centre
+        square = torch.where(sound.unsqueeze(-1), error, 0.0).square().mean(-1)
         measures.rows(_RMS, square.sqrt(), 0.0, self.rms, sound)
         if bool(sound.any()):
             measures.whole(_WHOLE + _RMS, math.sqrt(float(square[sound].mean())), 0.0, self.whole_rms)
@@ -108,9 +109,10 @@ class Budget:
         ref = torch.where(sound.unsqueeze(-1), self.out, 0.0)
         across = (torch.where(sound.unsqueeze(-1), got, 0.0) * ref).sum(-1)
         square = ref.square().sum(-1)
-        measures.rows(_SLOPE, across / torch.where(sound, square, 1.0), 1.0, self.slope, sound)
+        centre = self.arithmetic.centre
+        measures.rows(_SLOPE, across / torch.where(sound, square, 1.0), centre, self.slope, sound)
         if bool(sound.any()):
-            measures.whole(_WHOLE + _SLOPE, float(across.sum() / square.sum()), 1.0, self.whole_slope)
+            measures.whole(_WHOLE + _SLOPE, float(across.sum() / square.sum()), centre, self.whole_slope)
 
     def _lse(self, measures: Measures, got: torch.Tensor, judged: torch.Tensor) -> None:
         before = len(measures.misses)
@@ -139,7 +141,7 @@ class Complaints:
 
 
 def judge(
-    backend: str | Arithmetic,
+    arithmetic: str | Arithmetic,
     q: torch.Tensor,
     caches: Sequence[Entries],
     sink: torch.Tensor | None,
@@ -147,13 +149,9 @@ def judge(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> Complaints:
-    """Judge a result by the arithmetic of the backend of that name; arguments as ``budget`` has them.
-
-    On CPU tensors ``triton`` is the interpreter's arithmetic.
-    """
-    arithmetic = backend
+    """Judge a result by an arithmetic or the name of one; other arguments as ``budget`` has them."""
     if isinstance(arithmetic, str):
-        arithmetic = arithmetic_for(arithmetic, interpreted=q.device.type == "cpu")
+        arithmetic = arithmetic_for(arithmetic)
     found = budget(q, caches, sink, scale, arithmetic).judge(out, lse)
     complaints = {}
     for name, parts in (("out", (_OUT, _RMS, _WHOLE + _RMS, _SLOPE, _WHOLE + _SLOPE)), ("lse", (_LSE,))):
@@ -185,7 +183,8 @@ def budget(
     sloped = judged & _has_slope(part.out)
     whole_rms = whole_slope = math.inf
     if bool(judged.any()):
-        sigmas = _SIGMAS_RMS_WHOLE if int(judged.sum()) > 1 else _SIGMAS_RMS
+        spare = (_SIGMAS_RMS**2 - _SIGMAS_RMS_WHOLE**2) / int(judged.sum())
+        sigmas = math.sqrt(_SIGMAS_RMS_WHOLE**2 + spare)
         whole_rms = math.sqrt(float(part.rms.at(sigmas)[judged].square().mean()))
     if bool(sloped.any()):
         bound, noise = part.slope.bound[sloped].sum(), part.slope.noise[sloped].square().sum().sqrt()
@@ -256,28 +255,29 @@ def _derive(slab: Slab, sink: torch.Tensor | None, scale: float, a: Arithmetic) 
     # Sum, exponential and sink in fp32.
     fp32 = (columns + 8) * a.sum + 2 * a.exp + _sink_error(slab, sink, a)
     floor = a.weight_floor * _largest_term(weight, v) * 2 * columns
-    stored = a.out * out.abs() + floor + TINY
-    along = torch.bmm(out, v.transpose(1, 2)).abs()
+    flushed = TINY * (1 + v.abs().sum(1, keepdim=True))
+    stored = a.out * out.abs() + floor + flushed
+    along = torch.bmm(out, v.transpose(1, 2))
+    same = _same_token(slab)
 
     worst = score + _SIGMAS * spread
-    w = _moved(weight, slab.share, worst) + weight * (fp32.unsqueeze(-1) + a.partial + a.weight)
+    w = _moved(weight, slab.share, worst, same) + weight * (fp32.unsqueeze(-1) + a.partial + a.weight)
     pointwise = torch.bmm(w, v.abs())
-    gram = torch.bmm(v, v.transpose(1, 2))
-    rms = _Error(((torch.bmm(w, gram.abs()) * w).sum(-1) / HEAD_DIM).sqrt(), torch.zeros_like(slab.lse))
-    slope = _Error((w * along).sum(-1), torch.zeros_like(slab.lse))
+    gram = torch.bmm(v, v.transpose(1, 2)).abs()
+    rms = _Error(((torch.bmm(w, gram) * w).sum(-1) / HEAD_DIM).sqrt(), torch.zeros_like(slab.lse))
+    slope = _Error((w * along.abs()).sum(-1), torch.zeros_like(slab.lse))
     spread_lse = torch.logsumexp(slab.scores + worst, -1) - slab.lse
     if a.independent:
         resolved = (soft * spread).sum(-1) <= _RESOLVED
-        certain = _moved(weight, slab.share, score) + weight * fp32.unsqueeze(-1)
-        part = torch.sqrt(a.weight_rms**2 + a.partial**2 / 3 + spread.square())
-        w = torch.hypot(weight * part, certain)
-        shared = torch.bmm(w, _same_token(slab)) * w
+        certain = _moved(weight, slab.share, score, same) + weight * fp32.unsqueeze(-1)
+        rounded = torch.hypot(weight * math.hypot(a.weight_rms, a.partial / math.sqrt(3)), certain)
+        scored = weight * torch.expm1(3 * spread) / 3  # an exponential grows faster than its slope
+        likely, noise, along_noise = _likely(rounded, scored, same, v, out, along)
         # Equal weights of distinct tokens round alike: that error goes with the result itself.
-        likely = _SIGMAS * torch.bmm(shared, v.square()).sqrt() + a.weight * out.abs()
+        likely = _SIGMAS * likely + a.weight * out.abs()
         pointwise = torch.where(resolved.unsqueeze(-1), torch.minimum(likely, pointwise), pointwise)
-        noise = ((shared * gram.diagonal(dim1=1, dim2=2).unsqueeze(1)).sum(-1) / HEAD_DIM).sqrt()
         rms = _either(resolved, noise, rms.bound)
-        slope = _either(resolved, (shared * along.square()).sum(-1).sqrt(), slope.bound)
+        slope = _either(resolved, along_noise, slope.bound)
         spread_lse = torch.where(resolved, _noise_of_lse(slab, soft, spread, scale, a), spread_lse)
     rms = replace(rms, bound=rms.bound + stored.square().mean(-1).sqrt())
     slope = replace(slope, bound=slope.bound + (stored * out.abs()).sum(-1))
@@ -289,28 +289,53 @@ def _derive(slab: Slab, sink: torch.Tensor | None, scale: float, a: Arithmetic) 
     return _Part(out, slab.lse, torch.where(nothing, 0.0, pointwise + stored), rms, slope, lse_error, blind)
 
 
+def _likely(
+    rounded: torch.Tensor,
+    scored: torch.Tensor,
+    same: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    along: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One root mean square of out, of its mean over dimensions, and of ``<out, ref>``.
+
+    ``rounded`` and ``scored`` are those of the weights: a rounding moves ``out`` by the entry's value, a
+    score, which all the weights share in, by its distance from ``out``.
+    """
+    alone, joint = (torch.bmm(w, same) * w for w in (rounded, scored))
+    variance = torch.bmm(alone + joint, v.square()) - 2 * out * torch.bmm(joint, v)
+    variance = (variance + out.square() * joint.sum(-1, keepdim=True)).clamp_min(0)
+    apart = along - out.square().sum(-1, keepdim=True)
+    along_variance = (alone * along.square() + joint * apart.square()).sum(-1)
+    return variance.sqrt(), variance.mean(-1).sqrt(), along_variance.sqrt()
+
+
 def _either(resolved: torch.Tensor, noise: torch.Tensor, bound: torch.Tensor) -> _Error:
     return _Error(torch.where(resolved, 0.0, bound), torch.where(resolved, noise, 0.0))
 
 
-def _moved(weight: torch.Tensor, share: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+def _moved(
+    weight: torch.Tensor, share: torch.Tensor, score: torch.Tensor, same: torch.Tensor
+) -> torch.Tensor:
     """``[t, H, K]``: by how much each weight may be off where each score is off by at most ``score``.
 
-    Entry j's weight becomes ``w_j / sum_i w_i exp(d_i - d_j)``; the sink is an entry that is not off.
+    Entry j's weight becomes ``w_j / sum_i w_i exp(d_i - d_j)``; entries of one token are off alike, and the
+    sink is an entry that is not off.
     """
     rest = 1 - share.unsqueeze(-1)
-    up = _others(weight, rest, -score).clamp_max(0)
-    down = _others(weight, rest, score).clamp_min(0)
+    up = _others(weight, rest, -score, same).clamp_max(0)
+    down = _others(weight, rest, score, same).clamp_min(0)
     # 1/(1+x) - 1 = -x/(1+x): exact where x, the change of the sum, is far below 1.
     return (weight * torch.maximum(-up / (1 + up).clamp_min(1e-300), down / (1 + down))).clamp_max(1)
 
 
-def _others(weight: torch.Tensor, rest: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """``sum_i w_i (exp(s_i + s_j) - 1)`` over i other than j, the sink's s being 0."""
+def _others(
+    weight: torch.Tensor, rest: torch.Tensor, score: torch.Tensor, same: torch.Tensor
+) -> torch.Tensor:
+    """``sum_i w_i (exp(s_i + s_j) - 1)`` over entries i of other tokens than j, the sink's s being 0."""
     own = torch.expm1(score.clamp(-_LARGEST_ERROR, _LARGEST_ERROR))
-    others = (weight * own).sum(-1, keepdim=True) - weight * own
-    mass = weight.sum(-1, keepdim=True) + rest - weight
-    return others * (1 + own) + mass * own
+    other = 1 - same
+    return torch.bmm(weight * own, other) * (1 + own) + (torch.bmm(weight, other) + rest) * own
 
 
 def _sink_error(slab: Slab, sink: torch.Tensor | None, a: Arithmetic) -> torch.Tensor:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from ..case import (
     ENTRY_KINDS,
+    AttnCase,
+    CacheSpec,
     IndexSpec,
     MetaBatch,
     MetaCase,
@@ -232,7 +234,7 @@ def cache_specs(draw: st.DrawFn, page_sizes: tuple[int, ...], most_width: int = 
         kinds=tuple(kinds),
         dtype="int64" if "wide" in kinds else draw(st.sampled_from(("int32", "int64"))),
         row_gap=draw(st.sampled_from((0, 0, 3))),
-        lengths=draw(st.sampled_from(LENGTH_KINDS)),
+        lengths=draw(st.sampled_from(LENGTHS)),
         length_dtype=draw(st.sampled_from(("int32", "int64"))),
         seed=draw(SEEDS),
     )

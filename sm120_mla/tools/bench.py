@@ -76,7 +76,7 @@ def time_graph(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
-def _row(name: str, times: tuple[float, float], nbytes: int, note: str = "") -> Row:
+def make_row(name: str, times: tuple[float, float], nbytes: int, note: str = "") -> Row:
     return Row(name, times[0], times[1], nbytes, nbytes / times[0] / 1e3, note)
 
 
@@ -115,16 +115,16 @@ def bench_split() -> list[Row]:
 
         return time_graph([call(index) for index in indices])
 
-    rows = [_row("empty launch (floor of a graph step)", time_graph(_empty_launches()), 0)]
+    rows = [make_row("empty launch (floor of a graph step)", time_graph(_empty_launches()), 0)]
     two = [_cover(2, (0, 64, 128, 192), 1, 128, seed) for seed in range(CALLS)]
     rows.append(
-        _row("touched: 2 pages, all 4 sub-pages, 1 row x 128", touched(two), 2 * 8 * sub_page, "target 4 us")
+        make_row("touched: 2 pages, all 4 sub-pages, 1 row x 128", touched(two), 2 * 8 * sub_page, "target 4 us")
     )
     one = [_cover(2, (70,), 1, 128, seed) for seed in range(CALLS)]
-    rows.append(_row("touched: 2 pages, 1 sub-page each, 1 row x 128", touched(one), 2 * 2 * sub_page))
+    rows.append(make_row("touched: 2 pages, 1 sub-page each, 1 row x 128", touched(one), 2 * 2 * sub_page))
     many = [_cover(120, (0, 64, 128, 192), 64, 128, seed) for seed in range(CALLS)]
     rows.append(
-        _row(
+        make_row(
             "touched: 120 pages, all 4 sub-pages, 64 rows x 128",
             touched(many),
             2 * 480 * sub_page,
@@ -133,7 +133,7 @@ def bench_split() -> list[Row]:
     )
     windows = [_windows(64, seed) for seed in range(CALLS)]
     mean = sum(len(set((w // 64).flatten().tolist())) for w in windows) / len(windows)
-    rows.append(_row("touched: 64 windows of 128 tokens", touched(windows), int(2 * mean * sub_page)))
+    rows.append(make_row("touched: 64 windows of 128 tokens", touched(windows), int(2 * mean * sub_page)))
 
     payload = PAGES * DSV4.payload(PAGE)
     target = torch.empty(payload, dtype=torch.uint8, device="cuda")
@@ -146,10 +146,10 @@ def bench_split() -> list[Row]:
         "an elementwise kernel in a graph": time_graph([lambda: torch.add(words[0], 0, out=words[1])] * 4),
     }
     best = min(copies, key=lambda name: copies[name][0])
-    copy = _row(f"device copy of the same payload, {best}", copies[best], 2 * payload)
-    full = _row("full split, 4,096 pages", time_graph([lambda: split_pages(pool, PAGE)] * 4), 2 * payload)
+    copy = make_row(f"device copy of the same payload, {best}", copies[best], 2 * payload)
+    full = make_row("full split, 4,096 pages", time_graph([lambda: split_pages(pool, PAGE)] * 4), 2 * payload)
     ratio = full.gbps / copy.gbps
-    full = _row(full.name, (full.median_us, full.best_us), 2 * payload, f"{ratio:.3f} of copy, target 0.95")
+    full = make_row(full.name, (full.median_us, full.best_us), 2 * payload, f"{ratio:.3f} of copy, target 0.95")
     return [*rows, copy, full]
 
 
@@ -184,7 +184,7 @@ def bench_metadata() -> list[Row]:
         nbytes = rows * capacity * 4
         times = time_graph([call(seed) for seed in range(CALLS)])
         rows_out.append(
-            _row(f"C128A build, {rows:,} decode rows x 8,192 columns", times, nbytes, "bytes written")
+            make_row(f"C128A build, {rows:,} decode rows x 8,192 columns", times, nbytes, "bytes written")
         )
     return rows_out
 

@@ -82,15 +82,19 @@ def worse(a: Verdict, b: Verdict) -> Verdict:
     return b if rank(b) > rank(a) else a
 
 
-def run_fault(fault: Fault) -> FaultResult:
-    """Judge the faulty target by every invariant that applies to the fault's cases."""
+def run_fault(fault: Fault, *, everything: bool = True) -> FaultResult:
+    """Judge the faulty target by every invariant that applies to the fault's cases.
+
+    Without ``everything``, by those only of which the fault declares something.
+    """
     verdicts: dict[str, Verdict] = {}
     cases = [load_case(name) for name in fault.cases]
+    declared = {*fault.violates, *fault.keeps}
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(fault.target())
         for case in cases:
             for inv in all_invariants():
-                if inv.applies(case):
+                if inv.applies(case) and (everything or inv.id in declared):
                     verdict = judge(inv, target, case)
                     verdicts[inv.id] = worse(verdicts.get(inv.id, verdict), verdict)
     problems = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .attention import ATTENTION_FAULTS
 from .base import Fault
 from .buffers import BUFFER_FAULTS
+from .cache import CACHE_FAULTS
 from .meta import META_FAULTS
 from .metadata import METADATA_FAULTS
 from .split import SPLIT_FAULTS
 
 __all__ = ["FAULTS"]
 
-FAULTS: tuple[Fault, ...] = (*SPLIT_FAULTS, *BUFFER_FAULTS, *METADATA_FAULTS, *META_FAULTS)
+FAULTS: tuple[Fault, ...] = (*SPLIT_FAULTS, *BUFFER_FAULTS, *METADATA_FAULTS, *ATTENTION_FAULTS, *CACHE_FAULTS, *META_FAULTS)

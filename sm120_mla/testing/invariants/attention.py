@@ -211,13 +211,13 @@ def _reversed_cache(cache: Cache) -> Cache:
 
 
 def rows_independent(target: Target, case: AttnCase) -> Verdict:
-    """The last row is replaced by NaN queries and by indices of another seed."""
+    """The last row is given NaN queries and no entries at all."""
     if case.tokens < 2:
         return HOLDS
     call, answer, _ = _first(target, case)
     q = call.q.clone()
     q[-1] = float("nan")
-    changed = _mapped(dataclasses.replace(call, q=q), lambda rows: torch.cat([rows[:-1], rows[-1:].flip(1)]))
+    changed = _mapped(dataclasses.replace(call, q=q), lambda rows: torch.cat([rows[:-1], torch.full_like(rows[-1:], -1)]))
     again = _attend(target, changed, "attention with another last row")
     complaint = _same_bits((answer[0][:-1], answer[1][:-1]), (again[0][:-1], again[1][:-1]))
     return violated("a row depends on another row", complaint) if complaint else HOLDS
