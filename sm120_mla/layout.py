@@ -170,9 +170,7 @@ class PageLayout:
             or page_size % multiple_of
         ):
             wanted = f"a positive multiple of {multiple_of} tokens" if multiple_of > 1 else "1 token or more"
-            raise LayoutError(
-                argument, repr(page_size), wanted, "Pass the page size of the pool, in tokens."
-            )
+            raise LayoutError(argument, repr(page_size), wanted, "Pass the page size of the pool, in tokens.")
         return page_size
 
     def spans(self, page_size: int, sub_page: int) -> tuple[Span, ...]:
@@ -220,7 +218,7 @@ class PageLayout:
 
         Accepts 2-D ``[pages, bytes]`` (``page_size`` required), 3-D ``[pages, P, bytes_per_token]`` and
         4-D NHD ``[pages, P, 1, b]`` or HND ``[pages, 1, P, b]``. Raises ``LayoutError`` naming the
-        argument at fault. Sizes and strides are in elements of one byte; ``multiple_of`` is what the page size
+        argument at fault. Sizes and strides are in elements of one byte; ``multiple_of`` is what the size
         must be divisible by, in tokens.
         """
         shape, stride = tuple(shape), tuple(stride)

@@ -65,7 +65,7 @@ def pool_geometry(
     argument: str = "pool",
     multiple_of: int = 1,
 ) -> PageGeometry:
-    """Geometry of a cache view of any page size; raises ``LayoutError`` where the layout cannot address it."""
+    """Geometry of a cache view of any page size; raises ``LayoutError`` where it cannot be addressed."""
     return layout.resolve(
         shape=pool.shape,
         stride=pool.stride(),

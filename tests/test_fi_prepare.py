@@ -224,6 +224,15 @@ def test_a_nan_of_a_counted_entry_stays_a_nan() -> None:
     assert out.isnan().nonzero().tolist() == [[0, 1, 17]]
 
 
+def test_a_nan_of_every_bit_is_not_rounded_to_zero() -> None:
+    """What a GPU makes of a NaN is 0x7fffffff, and adding half a unit to that overflows to -0."""
+    out, lse, lens = results(1, 2)
+    lse.view(torch.int32)[0, 1] = 0x7FFFFFFF
+    finish(out, lse, torch.zeros(2, device=DEVICE), main_lens=lens)
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all()
+
+
 def test_every_launch_configuration_has_all_its_arguments() -> None:
     for module, kernel in ((fi_prepare, fi_prepare.prepare_kernel), (fi_finish, fi_finish.finish_kernel)):
         for spec in module.compile_specs():

@@ -522,6 +522,18 @@ def test_any_offset_and_stride(offset, stride):
     assert_close(a.run(small(splits=2)), a)
 
 
+@pytest.mark.parametrize(
+    ("offset", "stride", "align"),
+    [(0, None, 16), (48, 50_000, 16), (8, None, 2), (0, 37_382, 2), (3, None, 1)],
+)
+def test_a_launch_is_told_the_alignment_of_both_caches(offset, stride, align):
+    call = both_caches(rows=1, offset=offset, stride=stride).call()
+    assert call.extra is not None
+    assert backend._align(call.main, None) == align
+    assert backend._align(call.main, call.extra) == backend._align(call.extra, call.main) == align
+    assert backend._align(call.extra, None) == 16
+
+
 def test_misaligned_pieces_of_one_tile():
     a = both_caches(rows=2, heads=3, offset=3)
     assert_close(a.run(small(NARROW)), a)

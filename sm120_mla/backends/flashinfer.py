@@ -92,7 +92,8 @@ class FlashInferBackend:
             )
         _prepare(call, job)
         found.attend(job.kernel)
-        self._ran.add(job.kernel.signature)
+        if found.envelope.warm_up:
+            self._ran.add(job.kernel.signature)
         _finish(job)
 
     def _probe(self) -> api.Installed | Support:

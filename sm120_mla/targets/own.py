@@ -36,6 +36,7 @@ _KERNEL_MODULES = (
     "kernels.sparse_mla",
     "kernels.merge",
     "kernels.fi_prepare",
+    "kernels.fi_finish",
 )
 
 

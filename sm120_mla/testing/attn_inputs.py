@@ -112,7 +112,7 @@ def _cache(spec: CacheSpec, case: AttnCase, seed: int) -> Cache:
 
 
 def poisoned(cache: Cache, kind: str, seed: int) -> Cache:
-    """The same cache with every byte that no counted entry reads replaced: other tokens, pads, tails, guards."""
+    """The same cache with every byte replaced that no counted entry reads: other tokens, pads, guards."""
     geometry = cache.geometry
     layout, size = geometry.layout, geometry.page_size
     fresh = noise(cache.storage.numel(), seed, cache.storage.device)

@@ -227,7 +227,7 @@ def meta_cases(
 def cache_specs(draw: st.DrawFn, page_sizes: tuple[int, ...], most_width: int = 40) -> CacheSpec:
     """One cache of an attention call: few pages, any page size and stride, narrow index rows."""
     page_size = draw(st.sampled_from(page_sizes))
-    kinds = draw(st.lists(st.sampled_from(ENTRY_KINDS), max_size=4, unique=True))
+    kinds: list[Any] = draw(st.lists(st.sampled_from(ENTRY_KINDS), max_size=4, unique=True))
     index = IndexSpec(
         rows=1,
         width=draw(st.one_of(st.integers(0, 9), st.integers(0, most_width))),

@@ -118,7 +118,9 @@ def bench_split() -> list[Row]:
     rows = [make_row("empty launch (floor of a graph step)", time_graph(_empty_launches()), 0)]
     two = [_cover(2, (0, 64, 128, 192), 1, 128, seed) for seed in range(CALLS)]
     rows.append(
-        make_row("touched: 2 pages, all 4 sub-pages, 1 row x 128", touched(two), 2 * 8 * sub_page, "target 4 us")
+        make_row(
+            "touched: 2 pages, all 4 sub-pages, 1 row x 128", touched(two), 2 * 8 * sub_page, "target 4 us"
+        )
     )
     one = [_cover(2, (70,), 1, 128, seed) for seed in range(CALLS)]
     rows.append(make_row("touched: 2 pages, 1 sub-page each, 1 row x 128", touched(one), 2 * 2 * sub_page))
@@ -149,7 +151,9 @@ def bench_split() -> list[Row]:
     copy = make_row(f"device copy of the same payload, {best}", copies[best], 2 * payload)
     full = make_row("full split, 4,096 pages", time_graph([lambda: split_pages(pool, PAGE)] * 4), 2 * payload)
     ratio = full.gbps / copy.gbps
-    full = make_row(full.name, (full.median_us, full.best_us), 2 * payload, f"{ratio:.3f} of copy, target 0.95")
+    full = make_row(
+        full.name, (full.median_us, full.best_us), 2 * payload, f"{ratio:.3f} of copy, target 0.95"
+    )
     return [*rows, copy, full]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from ..attention import sparse_mla
-from ..backends.triton import reserve_attention
 from ..buffers import PersistentBuffers
 from ..errors import UnavailableError
 from ..layout import DSV4

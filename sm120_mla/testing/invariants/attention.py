@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -66,8 +67,8 @@ def attn_value(target: Target, case: AttnCase) -> Verdict:
 
 @invariant(
     "ATTN-LSE",
-    "lse is the natural log-sum-exp over the counted entries of both caches, without the sink, within a budget "
-    "derived from the arithmetic",
+    "lse is the natural log-sum-exp over the counted entries of both caches, without the sink, within a "
+    "budget derived from the arithmetic",
     origin="UPSTREAM section 4: four conventions, and no test looks at any; gap 15",
     where=_ANYWHERE,
     cases=("attn",),
@@ -80,7 +81,8 @@ def attn_lse(target: Target, case: AttnCase) -> Verdict:
 
 @invariant(
     "ATTN-DONTCARE",
-    "NaN, inf or any bytes in uncounted slots (slot 0 included), tails, pads and scratch change no output bit",
+    "NaN, inf or any bytes in uncounted slots (slot 0 included), tails, pads and scratch change no output "
+    "bit",
     origin="UPSTREAM section 2.3: masked lanes gather slot 0, and 0 * NaN is NaN",
     where=_ANYWHERE,
     cases=("attn",),
@@ -107,7 +109,9 @@ def _same_bits(a: Result, b: Result) -> str:
         wrong = (raw[0] != raw[1]).nonzero()
         if wrong.numel():
             at = tuple(int(n) for n in wrong[0])
-            return f"{name}{list(at)}: {float(x[at]):g} became {float(y[at]):g}; {wrong.shape[0]} values differ"
+            return (
+                f"{name}{list(at)}: {float(x[at]):g} became {float(y[at]):g}; {wrong.shape[0]} values differ"
+            )
     return ""
 
 
@@ -136,7 +140,8 @@ def attn_empty(target: Target, case: AttnCase) -> Verdict:
 
 @invariant(
     "ATTN-MERGE",
-    "attention over a partition of the entries, merged by lse, equals the whole; main and extra may be exchanged",
+    "attention over a partition of the entries, merged by lse, equals the whole; main and extra may be "
+    "exchanged",
     origin="UPSTREAM section 4: two launches merged by lse, with bf16 in between",
     where=_ANYWHERE,
     cases=("attn",),
@@ -144,24 +149,21 @@ def attn_empty(target: Target, case: AttnCase) -> Verdict:
 def attn_merge(target: Target, case: AttnCase) -> Verdict:
     """Every other entry by itself, merged in fp64; and the caches the other way round."""
     call, _, _ = _first(target, case)
-    parts = []
-    for parity in (0, 1):
-        half = _mapped(call, lambda rows, parity=parity: _every_other(rows, parity))
-        half = dataclasses.replace(half, sink=None)
-        parts.append(_attend(target, half, f"attention over half {parity}"))
+    parts = [_half(target, call, parity) for parity in (0, 1)]
     lse = torch.stack([part[1].double() for part in parts])
     total = torch.logsumexp(lse, dim=0)
     safe = torch.where(total == float("-inf"), 0.0, total)
     weights = torch.exp(lse - safe)
-    merged = sum(
-        part[0].double() * torch.where(weight > 0, weight, 0.0)[..., None]
-        for part, weight in zip(parts, weights, strict=True)
-    )
+    merged = torch.zeros(parts[0][0].shape, dtype=torch.float64)
+    for part, weight in zip(parts, weights, strict=True):
+        merged += part[0].double() * torch.where(weight > 0, weight, 0.0)[..., None]
     if call.sink is not None:
         merged = merged * torch.sigmoid(safe - call.sink.cpu().double())[..., None]
     verdict = _judge(target, call, (merged.to(torch.bfloat16), total.float()), "value")
     if verdict.violated:
-        return violated("two halves merged by lse are not the whole", f"{verdict.headline}\n{verdict.details}")
+        return violated(
+            "two halves merged by lse are not the whole", f"{verdict.headline}\n{verdict.details}"
+        )
     if call.extra is None:
         return HOLDS
     swapped = dataclasses.replace(call, main=call.extra, extra=call.main)
@@ -169,6 +171,11 @@ def attn_merge(target: Target, case: AttnCase) -> Verdict:
     if verdict.violated:
         return violated("exchanging the caches changes the result", f"{verdict.headline}\n{verdict.details}")
     return HOLDS
+
+
+def _half(target: Target, call: Call, parity: int) -> Result:
+    half = _mapped(call, functools.partial(_every_other, parity=parity))
+    return _attend(target, dataclasses.replace(half, sink=None), f"attention over half {parity}")
 
 
 def _every_other(rows: torch.Tensor, parity: int) -> torch.Tensor:
@@ -217,7 +224,9 @@ def rows_independent(target: Target, case: AttnCase) -> Verdict:
     call, answer, _ = _first(target, case)
     q = call.q.clone()
     q[-1] = float("nan")
-    changed = _mapped(dataclasses.replace(call, q=q), lambda rows: torch.cat([rows[:-1], torch.full_like(rows[-1:], -1)]))
+    changed = _mapped(
+        dataclasses.replace(call, q=q), lambda rows: torch.cat([rows[:-1], torch.full_like(rows[-1:], -1)])
+    )
     again = _attend(target, changed, "attention with another last row")
     complaint = _same_bits((answer[0][:-1], answer[1][:-1]), (again[0][:-1], again[1][:-1]))
     return violated("a row depends on another row", complaint) if complaint else HOLDS
