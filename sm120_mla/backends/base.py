@@ -9,9 +9,22 @@ import torch
 
 from ..buffers import PersistentBuffers
 from ..device import Capability
+from ..envelopes import Refusal
 from ..layout import PageGeometry
 
-__all__ = ["AttentionCall", "AttentionShape", "Backend", "CacheInput", "CacheShape", "Support"]
+__all__ = [
+    "DEFAULT_SCALE",
+    "AttentionCall",
+    "AttentionShape",
+    "Backend",
+    "CacheInput",
+    "CacheShape",
+    "Support",
+    "support",
+]
+
+DEFAULT_SCALE = 512**-0.5
+"""Softmax scale where a call names none (DESIGN section 4)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,8 @@ class AttentionShape:
     has_sink: bool = False
     return_lse: bool = False
     capturing: bool = False
+    scale: float = DEFAULT_SCALE
+    """Of the softmax."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,13 @@ class Support:
 
     def __bool__(self) -> bool:
         return self.yes
+
+
+def support(refusal: Refusal | None) -> Support:
+    """An envelope's answer as a backend's."""
+    if refusal is None:
+        return Support(True)
+    return Support(False, f"{refusal.argument} {refusal.value}: {refusal.expected}", refusal.remedy)
 
 
 class Backend(Protocol):

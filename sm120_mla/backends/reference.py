@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from .. import own_envelopes
 from ..device import Capability
 from ..errors import ArgumentError
 from ..reference.attention import Entries, attention, faithful
-from .base import AttentionCall, AttentionShape, Support
+from .base import AttentionCall, AttentionShape, Support, support
 
 __all__ = ["FORMS", "ReferenceBackend", "entries_of"]
 
@@ -36,8 +37,8 @@ class ReferenceBackend:
         return Support(True)
 
     def supports(self, shape: AttentionShape, capability: Capability | None) -> Support:
-        """Every shape on every device."""
-        return Support(True)
+        """Every shape on every device, in a layout of rows that are K and V at once."""
+        return support(own_envelopes.reference(shape.layout))
 
     def run(self, call: AttentionCall) -> None:
         """Write ``call.out`` and, where wanted, ``call.lse``."""

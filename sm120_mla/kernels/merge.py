@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .mla_tiles import bf16
 from .runtime import INTERPRETED, tl, triton
-from .sparse_mla import bf16
 from .spec import CompileSpec
 
 __all__ = ["MAX_SPLITS", "NOT_SPECIALISED", "MergeConfig", "compile_specs", "merge_config", "merge_kernel"]

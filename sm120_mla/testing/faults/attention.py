@@ -7,7 +7,7 @@ from .base import Fault
 
 __all__ = ["ATTENTION_FAULTS"]
 
-_KERNEL = "kernels/sparse_mla.py"
+_KERNEL, _TILES, _STAGED = "kernels/sparse_mla.py", "kernels/mla_tiles.py", "kernels/staged_mla.py"
 _VALUE = ("ATTN-VALUE",)
 _LSE_STORE = "tl.store(lse + row * lse_t + head * lse_h, log_total * _LN_2, mask=in_heads)"
 _COUNTED = "return tl.where((index >= 0) & (index < tokens), index, -1)"
@@ -21,7 +21,7 @@ def _fault(
     old: str,
     new: str,
     keeps: tuple[str, ...] = (),
-    file: str = _KERNEL,
+    file: str = _TILES,
 ) -> Fault:
     return Fault(id, sentence, violates, cases, (Patch(file, old, new),), keeps)
 
@@ -122,6 +122,7 @@ ATTENTION_FAULTS = (
         ("attn-two-lengths",),
         "        main_lengths, main_length_step, main_indices",
         "        extra_lengths, extra_length_step, main_indices",
+        file=_KERNEL,
     ),
     _fault(
         "first-length-for-all",
@@ -146,6 +147,7 @@ ATTENTION_FAULTS = (
         ("attn-two-lengths",),
         "tiles += tl.cdiv(extra_columns, BLOCK_N)",
         "tiles += tl.cdiv(extra_columns, BLOCK_N) * 0",
+        file=_KERNEL,
     ),
     _fault(
         "empty-row-lse-0",
@@ -161,8 +163,9 @@ ATTENTION_FAULTS = (
         "rows of q are taken to follow one another",
         ("ATTN-VALUE", "ATTN-LSE"),
         ("attn-strided-q",),
-        "at = q + row * q_t + head[:, None] * q_h",
-        "at = q + row * heads * DIM + head[:, None] * q_h",
+        "load_queries(q + row * q_t + head * q_h",
+        "load_queries(q + row * heads * DIM + head * q_h",
+        file=_KERNEL,
     ),
     _fault(
         "indices-of-other-row",
@@ -171,6 +174,7 @@ ATTENTION_FAULTS = (
         ("attn-small",),
         "main_indices += row * main_row",
         "main_indices += (row ^ 1) * main_row",
+        file=_KERNEL,
     ),
     _fault(
         "scores-scaled-twice",
@@ -214,5 +218,34 @@ ATTENTION_FAULTS = (
         ("attn-long",),
         "end = ((split.to(tl.int64) + 1) * tiles // splits).to(tl.int32)",
         "end = ((split.to(tl.int64) + 1) * tiles // splits).to(tl.int32) - 1",
+        file=_KERNEL,
+    ),
+    _fault(
+        "staged-row-of-other",
+        "values dequantised ahead are read from the row before",
+        ("ATTN-VALUE", "ATTN-LSE"),
+        ("attn-staged",),
+        "first = row * most_tiles",
+        "first = tl.maximum(row - 1, 0) * most_tiles",
+        file=_STAGED,
+    ),
+    _fault(
+        "staged-holes-weighed",
+        "what was staged as zeros for a lane that counts for nothing is weighed",
+        ("ATTN-VALUE", "ATTN-LSE"),
+        ("attn-staged",),
+        "((word >> (lane % 32)) & 1) != 0",
+        "word == word",
+        file=_STAGED,
+    ),
+    _fault(
+        "staged-slot-0-times-zero",
+        "staging gathers slot 0 for a lane that counts for nothing, and 0 * NaN is NaN",
+        ("ATTN-DONTCARE",),
+        ("attn-staged",),
+        "key = load_key(pool, record, scales, counted,",
+        "key = load_key(pool, record, scales, counted | (counted == 0),",
+        ("ATTN-LSE",),
+        file=_STAGED,
     ),
 )
