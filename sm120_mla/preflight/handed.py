@@ -1,0 +1,153 @@
+"""What a FlashInfer release says of a launch that an engine hands over: nothing padded, nothing split.
+
+``envelopes.plan`` answers for calls that go through this project, which pads index rows and splits pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..contract import DECODE_MAX_ROWS, IndexTensor, needs, refusal
+from ..envelopes import NOT_SERVED, TILE, Envelope, for_version, widths
+from .launches import Cache, Launch
+
+__all__ = ["DSA_DECODE_WIDTHS", "DSA_PREFILL_WIDTHS", "SERVED_HEADS", "Verdict", "handed"]
+
+SERVED_HEADS = (8, 16, 32, 64, 128)
+"""Head counts of every kernel family with a fixed grid, and of the public DSv4 function of all releases."""
+
+DSA_DECODE_WIDTHS = (128, 512, 1024, 2048)
+"""0.6.14 to 0.6.18, ``_DECODE_DSV3_2_DISPATCH``."""
+
+DSA_PREFILL_WIDTHS = (2048,)
+"""0.6.14 to 0.6.18, csrc/sparse_mla_sm120_prefill.cu."""
+
+_MISS_A = "Decode (num_tokens <= 64) must go through sparse_mla_sm120_decode_dsv3_2 or .._decode_dsv4"
+_MISS_B = "SM120 sparse-MLA has no decode kernel for this shape"
+_PREFILL = "Unsupported sparse-MLA prefill configuration"
+_NEWER = "SM120 sparse-MLA has no decode kernel for this shape: .. Mismatch: .."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``state``: ``ok``, ``refused`` (loudly, at the launch) or ``wrong`` (it runs and reads wrong bytes).
+
+    ``argument``, ``value``, ``expected``: as in ``errors.ArgumentError``. ``says``: FlashInfer's own words.
+    """
+
+    state: str
+    route: str = ""
+    argument: str = ""
+    value: str = ""
+    expected: str = ""
+    says: str = ""
+
+    def __bool__(self) -> bool:
+        return self.state == "ok"
+
+
+def handed(version: str, launch: Launch, public_api: bool) -> Verdict:
+    """The verdict of that release. Raises ``ArgumentError`` for one that no table holds."""
+    release = version.split("+")[0]
+    if release in NOT_SERVED:
+        expected = "a release that this project has read and serves"
+        return Verdict("refused", "", "flashinfer version", f"{release}: {NOT_SERVED[release]}", expected)
+    envelope = for_version(version)
+    decode = launch.most <= DECODE_MAX_ROWS
+    route = f"flashinfer {'decode' if decode else 'prefill'}"
+    unchecked = decode and envelope.contract == "A/B"  # the dispatch tables are all that looks
+    for check in (_shape, _pages, _views) if unchecked else (_views, _shape, _pages):
+        found = check(envelope, launch, decode, public_api)
+        if found is not None:
+            return found
+    return Verdict("ok", route)
+
+
+def _says(envelope: Envelope, decode: bool) -> str:
+    if envelope.contract == "C/D":
+        return _NEWER
+    if not decode:
+        return _PREFILL
+    return _MISS_A if envelope.name == "A" else _MISS_B
+
+
+def _views(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -> Verdict | None:
+    """Index rows that lie apart. Only the second cache's do, in any engine that was read."""
+    cache = launch.extra
+    if cache is None or not cache.row_stride:
+        return None
+    rows, least = launch.most, min(cache.widths)
+    tensor = IndexTensor("eidx", (rows, least), (cache.row_stride, 1), "int32")
+    said = refusal(tensor, rows, envelope.contract)
+    value = f"{least} of {cache.row_stride} columns"
+    if said is not None:
+        return Verdict("refused", "", "extra indices view", value, "contiguous rows", said)
+    lacks = needs(tensor, rows, envelope.contract)
+    if lacks is not None and rows > 1:
+        return Verdict("wrong", "", "extra indices view", value, "contiguous rows", f"nothing: {lacks}")
+    return None
+
+
+def _shape(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -> Verdict | None:
+    says = _says(envelope, decode)
+    heads = _head_counts(envelope, launch, decode, public_api)
+    if heads is None:
+        if not 1 <= launch.heads <= max(SERVED_HEADS):
+            return Verdict("refused", "", "heads", str(launch.heads), f"1 to {max(SERVED_HEADS)}", says)
+    elif launch.heads not in heads:
+        return Verdict("refused", "", "heads", str(launch.heads), _one_of(heads), says)
+    width = max(launch.main.widths)
+    served = _served_widths(envelope, launch, decode)
+    if served is not None and width not in served:
+        dual = " with a second cache" if launch.extra is not None and not decode else ""
+        return Verdict("refused", "", "indices width", str(width), f"{_one_of(served)}{dual}", says)
+    if served is None and not decode and width % TILE:
+        return Verdict("refused", "", "indices width", str(width), f"a multiple of {TILE}", says)
+    ragged = [n for n in launch.extra.widths if n % TILE] if launch.extra is not None else []
+    if ragged and not decode and envelope.contract == "A/B":
+        said = "nothing: it reads up to 63 columns past each row"
+        return Verdict("wrong", "", "extra indices width", str(ragged[0]), f"a multiple of {TILE}", said)
+    return None
+
+
+def _head_counts(
+    envelope: Envelope, launch: Launch, decode: bool, public_api: bool
+) -> tuple[int, ...] | None:
+    if launch.layout == "dsv4":
+        if decode and envelope.decode_heads is None:
+            return SERVED_HEADS if public_api else None
+        return envelope.decode_heads if decode else envelope.prefill_heads
+    return None if decode and envelope.contract == "C/D" else SERVED_HEADS
+
+
+def _served_widths(envelope: Envelope, launch: Launch, decode: bool) -> tuple[int, ...] | None:
+    if launch.layout == "dsv4":
+        return widths(envelope, launch.most, launch.extra is not None)
+    if envelope.contract == "C/D":
+        return None
+    return DSA_DECODE_WIDTHS if decode else DSA_PREFILL_WIDTHS
+
+
+def _pages(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -> Verdict | None:
+    page = launch.main.page
+    if envelope.main_page is not None and page != envelope.main_page:
+        expected = f"{envelope.main_page} tokens"
+        if decode:
+            return Verdict("refused", "", "page size", str(page), expected, _says(envelope, decode))
+        said = "nothing: it addresses every page as 64 tokens"
+        return Verdict("wrong", "", "page size", str(page), expected, said)
+    if decode or launch.extra is None or envelope.prefill_extra_pages is None:
+        return None
+    return _extra_page(envelope, launch.extra)
+
+
+def _extra_page(envelope: Envelope, cache: Cache) -> Verdict | None:
+    served = envelope.prefill_extra_pages or ()
+    if cache.page in served:
+        return None
+    return Verdict("refused", "", "extra page size", str(cache.page), f"{_one_of(served)} tokens", _PREFILL)
+
+
+def _one_of(values: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, values))
+    return f"one of {text}" if len(values) > 1 else text
