@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from . import device
-from .attention_memory import own_elements, share_memory
 from .backends.base import AttentionShape, CacheInput, CacheShape
 from .errors import ArgumentError, IndexValueError, LayoutError
 from .layout import DSV4, LAYOUTS, PageGeometry, PageLayout
+from .placement import own_elements, pool_geometry, share_memory
 
 __all__ = ["HEAD_DIM", "MAX_HEADS", "Names", "Request", "check"]
 
@@ -79,6 +79,7 @@ class Request:
             has_sink=self.sink is not None,
             return_lse=return_lse,
             capturing=device.is_capturing(),
+            scale=self.scale,
         )
 
 
@@ -231,15 +232,7 @@ def _geometry(
     pool: torch.Tensor, page_size: int | None, layout: PageLayout, pool_name: str, size_name: str
 ) -> PageGeometry:
     try:
-        return layout.resolve(
-            shape=pool.shape,
-            stride=pool.stride(),
-            storage_offset=int(pool.storage_offset()),
-            dtype=str(pool.dtype).removeprefix("torch."),
-            storage_bytes=pool.untyped_storage().nbytes(),
-            page_size=page_size,
-            argument=pool_name,
-        )
+        return pool_geometry(pool, page_size, layout, pool_name)
     except LayoutError as error:
         if error.argument != "page_size":
             raise

@@ -157,19 +157,8 @@ class PersistentBuffers:
             )
         return self._allocate(key, entry, shape, dtype, like, zero)
 
-    def reserve(
-        self,
-        purpose: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        like: torch.Tensor,
-        *,
-        layout: PageLayout | None = None,
-        scope: str = "",
-        zero: bool = False,
-    ) -> torch.Tensor:
-        """Allocate ahead of a capture; arguments and result as ``get``."""
-        return self.get(purpose, shape, dtype, like, layout=layout, scope=scope, zero=zero)
+    reserve = get
+    """``get`` by the name that says what it is for ahead of a capture."""
 
     @staticmethod
     def key(

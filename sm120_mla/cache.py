@@ -9,8 +9,7 @@ from .codec.recipe import DEEPSEEK, Recipe
 from .errors import ArgumentError, IndexValueError, LayoutError, NonFiniteError
 from .kernels import cache_write as kernels
 from .layout import DSV4, PageGeometry, PageLayout
-from .metadata import _checks as checks
-from .pages import pool_geometry
+from .placement import disjoint, pool_geometry, same_device
 
 __all__ = ["write_cache"]
 
@@ -58,8 +57,8 @@ def write_cache(
     geometry = pool_geometry(cache, page_size, layout, "cache")
     _check_recipe(recipe)
     _check_dummy_slot(dummy_slot, geometry)
-    checks.same_device({"cache": cache, "k": k, "slot_mapping": slot_mapping})
-    checks.disjoint({"cache": cache}, {"k": k, "slot_mapping": slot_mapping})
+    same_device({"cache": cache, "k": k, "slot_mapping": slot_mapping})
+    disjoint({"cache": cache}, {"k": k, "slot_mapping": slot_mapping})
     raw = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
     # Before any value is looked at: it refuses a layout that the kernel cannot write.
     arguments = kernels.arguments(

@@ -29,6 +29,7 @@ __all__ = [
     "MetaCase",
     "Offset64Case",
     "OrderCase",
+    "RouteCase",
     "SplitCase",
     "Step",
     "SubjectCase",
@@ -274,6 +275,28 @@ class AttnCase(_Frozen):
     seed: int = 0
 
 
+class RouteCase(_Frozen):
+    """One attention call, by the way it must take: which backend, on which GPU, beside which FlashInfer."""
+
+    kind: Literal["route"] = "route"
+    layout: str = "dsv4"
+    tokens: int = Field(default=1, ge=0, le=4096)
+    heads: int = Field(default=8, ge=1, le=128)
+    main: CacheSpec = CacheSpec()
+    extra: CacheSpec | None = None
+    sink: bool = True
+    scale: float | None = None
+    """None: 512 ** -0.5."""
+    q_gap: int = Field(default=0, ge=0, le=64)
+    """Heads between the last head of a row and the next row: a strided q."""
+    backend: Literal["auto", "flashinfer", "triton", "reference"] = "auto"
+    """As the argument names it."""
+    capability: tuple[int, int] | None = (12, 0)
+    flashinfer: Literal["A", "B", "C"] | None = "C"
+    """The generation that counts as installed; ``envelopes.ENVELOPES``."""
+    seed: int = 0
+
+
 class WriteCase(_Frozen):
     """One call of the cache writer."""
 
@@ -301,7 +324,7 @@ class SubjectCase(_Frozen):
 
 
 Case = Annotated[
-    SplitCase | Offset64Case | OrderCase | MetaCase | AttnCase | WriteCase | SubjectCase,
+    SplitCase | Offset64Case | OrderCase | MetaCase | AttnCase | RouteCase | WriteCase | SubjectCase,
     Field(discriminator="kind"),
 ]
 

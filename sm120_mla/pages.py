@@ -12,8 +12,9 @@ from .errors import ArgumentError, IndexValueError, OvertakenError
 from .kernels import page_split as kernels
 from .kernels.runtime import require_device
 from .layout import DSV4, SUB_PAGE, PageGeometry, PageLayout
+from .placement import pool_geometry, share_memory
 
-__all__ = ["SplitPages", "pool_geometry", "reserve_split", "split_pages"]
+__all__ = ["SplitPages", "pool_geometry", "reserve_split", "rows_at_once", "split_pages"]
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -56,26 +57,6 @@ class SplitPages:
                 f"each user a destination of its own with scope= or out=."
             )
         return self._tensor
-
-
-def pool_geometry(
-    pool: torch.Tensor,
-    page_size: int | None,
-    layout: PageLayout,
-    argument: str = "pool",
-    multiple_of: int = 1,
-) -> PageGeometry:
-    """Geometry of a cache view of any page size; raises ``LayoutError`` where it cannot be addressed."""
-    return layout.resolve(
-        shape=pool.shape,
-        stride=pool.stride(),
-        storage_offset=int(pool.storage_offset()),
-        dtype=str(pool.dtype).removeprefix("torch."),
-        storage_bytes=pool.untyped_storage().nbytes(),
-        page_size=page_size,
-        argument=argument,
-        multiple_of=multiple_of,
-    )
 
 
 def split_pages(
@@ -259,6 +240,11 @@ def owned(rows: int, width: int) -> bool:
     return padded <= kernels.OWNED_ENTRIES
 
 
+def rows_at_once(width: int) -> int:
+    """The most index rows of ``width`` columns that one split takes; 0 where a row is too wide already."""
+    return ((1 << kernels.EPOCH_SHIFT) - 1) // max(width, 1)
+
+
 def _target_lane(target: torch.Tensor) -> int:
     steps = (target.data_ptr(), target.stride(0), target.shape[1])
     return next(n for n in (16, 8, 4, 2, 1) if all(step % n == 0 for step in steps))
@@ -285,7 +271,7 @@ def _check_indices(
         raise ArgumentError(
             "indices.stride(-1)", flat.stride(1), "1", "Make each row dense; rows may lie apart."
         )
-    if rows * width >= 1 << kernels.EPOCH_SHIFT:
+    if rows > rows_at_once(width):
         raise ArgumentError(
             "indices.shape",
             tuple(indices.shape),
@@ -350,17 +336,7 @@ def _check_out(out: torch.Tensor, pool: torch.Tensor, geometry: PageGeometry) ->
         raise ArgumentError(
             "out.stride(0)", out.stride(0), f"at least {need[1]}", "Rows of the destination overlap."
         )
-    if _overlap(out, pool):
+    if share_memory(out, pool):
         raise ArgumentError(
             "out", "a view of the pool's memory", "memory apart from the pool", "Allocate a destination."
         )
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # By address: memory imported from elsewhere has a storage of its own.
-    def extent(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
-        return t.data_ptr(), t.data_ptr() + last  # one-byte elements
-
-    (a0, a1), (b0, b1) = extent(a), extent(b)
-    return a0 <= b1 and b0 <= a1

@@ -44,7 +44,7 @@ def direct(envelope: Envelope, record: Record) -> Installed:
                 *(splits, call.scale, call.lengths, call.sink, *caches, -1),
             )
 
-        return Installed(f"stand-in {envelope.name}", envelope, attend)
+        return Installed(f"stand-in {envelope.name}", envelope, attend, needs_gpu=False)
     new = CompiledNew(len(FIELDS), record)
 
     def attend_new(call: KernelCall) -> None:
@@ -60,7 +60,7 @@ def direct(envelope: Envelope, record: Record) -> Installed:
             *(call.lengths, call.sink, *extra, math.log(2.0)),
         )
 
-    return Installed(f"stand-in {envelope.name}", envelope, attend_new)
+    return Installed(f"stand-in {envelope.name}", envelope, attend_new, needs_gpu=False)
 
 
 @functools.cache

@@ -21,13 +21,13 @@ PROPERTY_TESTS = sorted((ROOT / "property_tests").glob("*.py"))
 
 LAYERS = (
     ("errors",),
-    ("layout", "settings", "widths", "contract", "envelopes"),
+    ("layout", "settings", "widths", "contract", "known_failures", "envelopes", "own_envelopes"),
     ("device", "case", "codec"),
     ("reference", "buffers", "graph_recorder"),
     ("graphs", "kernels"),
-    ("pages", "cache", "metadata"),
+    ("pages", "cache", "metadata", "placement"),
     ("backends",),
-    ("attention", "attention_checks", "attention_memory", "preflight"),
+    ("attention", "attention_checks", "preflight"),
     ("targets",),
     ("testing",),
     ("tools",),
@@ -58,7 +58,7 @@ TESTING_SEES_PRODUCT = {
     "testing.attn_inputs": {"pages"},
 }
 """Modules of ``testing`` that import an operation and not a target."""
-KERNEL_NAMES = {"targets": {"kernels.spec"}, "testing": {"kernels.spec", "kernels.runtime"}}
+KERNEL_NAMES = {unit: {"kernels.spec", "kernels.runtime"} for unit in ("targets", "testing")}
 """What of ``kernels`` is no kernel: the description of a launch, and Triton itself."""
 PRODUCT = {"buffers", "pages", "cache", "metadata", "backends", "attention"}
 
@@ -66,12 +66,12 @@ IMPORTS_TRITON = {
     "kernels/runtime.py": "where kernels get it from, in the mode of the process",
     "kernels/compile_key.py": "asks Triton's own rules about a launch",
     "graph_recorder.py": "hooks the interpreter's launches",
+    "targets/interpreter_fixes.py": "corrects the interpreter around kernels of other trees",
     "tools/aot_child.py": "a process of its own, without the interpreter",
     "tools/bench.py": "measures by triton.testing",
 }
 LONG_FILES = {
     "testing/interp_facts.py": (510, "a table of facts, each with its probe"),
-    "kernels/sparse_mla.py": (640, "one kernel with its helpers, which share their compile-time arguments"),
 }
 MOST_LINES = 440
 
@@ -87,6 +87,12 @@ TORCH_FREE = (
     ".device",
     ".case",
     ".contract",
+    ".envelopes",
+    ".own_envelopes",
+    ".preflight.judge",
+    ".preflight.hazards",
+    ".preflight.matrix",
+    ".known_failures.match",
     ".testing.machine",
 )
 """What may be imported without torch: the mode of a run is fixed before anything imports it."""

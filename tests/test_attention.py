@@ -21,7 +21,6 @@ from sm120_mla.attention import (
     sparse_mla,
 )
 from sm120_mla.attention_checks import MAX_HEADS, check
-from sm120_mla.attention_memory import share_memory
 from sm120_mla.backends.base import AttentionCall, AttentionShape, Support
 from sm120_mla.backends.reference import ReferenceBackend
 from sm120_mla.buffers import PersistentBuffers, default_buffers
@@ -29,6 +28,7 @@ from sm120_mla.codec import pack_pages
 from sm120_mla.errors import ArgumentError, IndexValueError, LayoutError, UnavailableError
 from sm120_mla.kernels.runtime import INTERPRETED
 from sm120_mla.layout import DSV4, DSV32, DSV41_FOOTER
+from sm120_mla.placement import share_memory
 from sm120_mla.testing.derive import run_device
 
 DEVICE = run_device()

@@ -23,6 +23,7 @@ from sm120_mla.testing.arithmetic import (
     FLASHINFER_BF16_QK,
     FLASHINFER_FP8_QK,
     REFERENCE,
+    SGLANG,
     TRITON,
     TRITON_TRUNCATING,
     Arithmetic,
@@ -134,7 +135,7 @@ def right(call: Call, arithmetic: Arithmetic) -> Result:
     if arithmetic is REFERENCE:
         out, lse = attention(*arguments(call))
         return out.to(torch.bfloat16), lse.float()
-    if arithmetic is TRITON:
+    if arithmetic in (TRITON, SGLANG):
         return faithful(*arguments(call), splits=3)
     if arithmetic is TRITON_TRUNCATING:
         return as_truncated(call)

@@ -31,6 +31,7 @@ TOUCHED = (
     "TRITON_DEFAULT_FP_FUSION",
     "OMP_NUM_THREADS",
     "SM120_MLA_TARGET",
+    "SM120_MLA_BACKEND",
 )
 
 Run = Callable[..., int]
@@ -121,6 +122,18 @@ def test_replay_of_a_real_case_on_the_own_target(tmp_path: Path) -> None:
     assert cli.run(["replay", str(case.save(file, tmp_path))]) == exits.HELD
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_replay_through_a_backend_says_which(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = CaseFile(invariant="ATTN-VALUE", case=case.AttnCase(tokens=1, heads=1))
+
+    code = cli.run(["replay", str(case.save(file, tmp_path)), "--target", "own", "--backend", backend])
+
+    assert code == exits.HELD
+    assert f"target own/{backend} (" in capsys.readouterr().out
+
+
 def wrong_uses(tmp_path: Path) -> Iterator[tuple[str, list[str], str]]:
     corrupt = tmp_path / "corrupt.json"
     corrupt.write_text('{"schema_version": 1, "case"', encoding="utf-8")
@@ -129,6 +142,7 @@ def wrong_uses(tmp_path: Path) -> Iterator[tuple[str, list[str], str]]:
     yield "command", ["verfy"], "verfy"
     yield "option", ["verify", "--frobnicate"], "--frobnicate"
     yield "mode", ["verify", "--mode", "fast"], "'fast'"
+    yield "backend", ["replay", good, "--backend", "torch"], "'torch'"
     yield "examples", ["verify", "--examples", "0"], "--examples"
     yield "workers", ["verify", "-n", "many"], "a number of processes, or auto"
     yield "invariant", ["verify", "--invariant", "SPLIT-OEN"], "SPLIT-ONE"
@@ -323,6 +337,18 @@ def test_verify_of_a_violation_shows_its_text(checkout: Path, capsys: pytest.Cap
     assert said[start + 3] == f"  replay: sm120-mla replay .sm120/cases/{saved.name} --target own"
     assert said[start + 4] == "  test: property_tests/test_it.py::test_bad"
     assert "not run: 1 x skipped: slow" in said
+
+
+def test_verify_through_a_backend_says_which(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "property_tests" / "test_it.py").write_text(
+        SUITE.replace("test_good(target): ", 'test_good(target): assert target.backend == "reference"; '),
+        encoding="utf-8",
+    )
+
+    code = cli.run(["verify", "-n0", "--invariant", "SPLIT-BYTES", "--backend", "reference"])
+
+    assert code == exits.HELD
+    assert "target own/reference" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from sm120_mla.testing.compile_check import CompileResult, compile_all, judge
 from sm120_mla.tools import aot_child
 
 PACKAGE = "kernel_zoo"
+Listener = Callable[[dict[str, object]], None]
 
 GOOD = """
 import triton
@@ -270,12 +274,14 @@ def child_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """A child that compiles nothing and whose requests are recorded."""
     calls: list[dict[str, object]] = []
 
-    def converse(request: dict[str, object], timeout_s: float) -> tuple[list[dict[str, object]], str]:
+    def converse(request: dict[str, object], timeout_s: float, listen: Listener, children: object) -> str:
         calls.append(request)
         jobs = request["jobs"]
         assert isinstance(jobs, list)
         fields = {"ok": True, "ptx_target": "sm_120a", "registers": len(calls), "seconds": 0.0}
-        return [{"done": job["index"], "fields": fields} for job in jobs], ""
+        for job in jobs:
+            listen({"done": job["index"], "fields": fields})
+        return ""
 
     monkeypatch.setattr(compile_check, "_converse", converse)
     monkeypatch.setattr(compile_check, "_results", {})
@@ -298,6 +304,46 @@ def test_results_are_remembered_in_the_process(zoo: Path, child_calls: list[dict
     assert [r.name for r in again] == ["other"]
     assert more[0] == first[0]
     assert [len(c["jobs"]) for c in child_calls] == [1, 1]  # type: ignore[arg-type]
+
+
+def test_workers_share_the_jobs_and_each_result_is_told_once(
+    zoo: Path, child_calls: list[dict[str, object]]
+) -> None:
+    specs = [dataclasses.replace(COPY, name=str(n), num_warps=n, capabilities=(120, 121)) for n in (1, 2, 4)]
+    told: list[CompileResult] = []
+
+    found = compile_all(specs, package=PACKAGE, path=zoo, workers=2, on_result=told.append)
+
+    assert [(r.name, r.target) for r in found] == [(s.name, t) for s in specs for t in ("sm_120", "sm_121")]
+    assert all(r.ok for r in found)
+    assert [len(call["jobs"]) for call in child_calls] == [3, 3]  # type: ignore[arg-type]
+    assert sorted((r.name, r.target) for r in told) == [(r.name, r.target) for r in found]
+
+    told.clear()
+    compile_all(specs, package=PACKAGE, path=zoo, workers=2, on_result=told.append)
+    assert (len(told), len(child_calls)) == (6, 2)  # remembered, and told all the same
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_listener_that_raises_ends_the_children(zoo: Path, workers: int) -> None:
+    slow = dataclasses.replace(COPY, name="slow", module="kernels.slow")
+
+    def refuse(result: CompileResult) -> None:
+        time.sleep(0.3)  # the child is on its next job by then
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(
+            [dataclasses.replace(COPY, num_warps=(2, 8)[workers - 1]), slow],
+            package=PACKAGE,
+            path=zoo,
+            workers=workers,
+            on_result=refuse,
+        )
+
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("changed", ["layout.py", "kernels/broken.py"])
@@ -335,7 +381,7 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, child_calls: list[dict[
 def test_unknown_results_are_not_remembered(
     zoo: Path, tmp_path: Path, child_calls: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_check, "_converse", lambda request, timeout_s: ([], "no room"))
+    monkeypatch.setattr(compile_check, "_converse", lambda *arguments: "no room")
     [lost] = compile_all([COPY], package=PACKAGE, path=zoo, cache_dir=tmp_path)
 
     assert (lost.unknown, lost.error, list(tmp_path.iterdir())) == (True, "no room", [])
@@ -347,6 +393,7 @@ def test_unknown_results_are_not_remembered(
     [
         ({"timeout_s": 0}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"workers": 0}, "workers"),
         ({"package": "a-b"}, "package"),
         ({"path": "/no/such/folder"}, "path"),
     ],
@@ -396,7 +443,7 @@ def test_tool_output_is_read() -> None:
 
 
 def test_without_cuobjdump_the_assembler_is_asked() -> None:
-    tools = {"cuobjdump": "/no/such/cuobjdump", "ptxas-blackwell": aot_child._tool("ptxas-blackwell")}
+    tools = {"cuobjdump": "/no/such/cuobjdump", "ptxas-blackwell": aot_child.tool_path("ptxas-blackwell")}
 
     usage = aot_child.resource_usage(b"no cubin", PTX.replace(", debug", ""), tools.__getitem__)
 

@@ -140,6 +140,7 @@ def test_held_examples_are_counted_and_shown(suite: Run, pytester: pytest.Pytest
         "held": 20,
         "violated": 0,
         "unknown": 0,
+        "absent": 0,
         "tests": 1,
         "reasons": {},
     }

@@ -35,7 +35,7 @@ def split_first_byte(target: OwnTarget) -> int:
 
 
 def copies() -> list[str]:
-    return [name for name in sys.modules if name.startswith("sm120_mla_patched")]
+    return [name for name in sys.modules if name.startswith("sm120_mla_copy")]
 
 
 # ---- by name
@@ -101,7 +101,7 @@ def test_entry_points_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(resolve("engine"), FieldTarget)
     assert isinstance(resolve("engine:/some/checkout:v1"), FieldTarget)
     assert made == ["", "/some/checkout:v1"]
-    with pytest.raises(ArgumentError, match="one of own, engine, module:attr"):
+    with pytest.raises(ArgumentError, match=r"one of own, own:PATH, .*, engine, module:attr"):
         resolve("engines")
 
 
@@ -154,7 +154,7 @@ def test_every_kernel_module_with_specs_is_named() -> None:
         if "def compile_specs(" in path.read_text(encoding="utf-8")
     }
 
-    assert set(own._KERNEL_MODULES) == found
+    assert set(own.KERNEL_MODULES) == found
 
 
 # ---- patched copies
@@ -177,7 +177,7 @@ def test_a_copy_without_a_patch_behaves_as_the_original() -> None:
     with patched([], "own copy") as target:
         assert split_first_byte(target) == 0x11
         package, folder = target.compile_origin()
-        assert package.startswith("sm120_mla_patched_")
+        assert package.startswith("sm120_mla_copy_")
         assert folder is not None
         assert (Path(folder) / package / "kernels" / "page_split.py").is_file()
 

@@ -7,19 +7,21 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from sm120_mla import case as case_module
 from sm120_mla import device
 from sm120_mla.case import SplitCase, SubjectCase
 from sm120_mla.errors import ArgumentError, UnavailableError
-from sm120_mla.targets.base import Support
-from sm120_mla.testing import verdict
+from sm120_mla.targets.base import AbsentError, Support
+from sm120_mla.testing import check, report, verdict
 from sm120_mla.testing.verdict import (
     FAMILIES,
     HOLDS,
     Invariant,
     TargetRaised,
     Verdict,
+    absent,
     all_invariants,
     by_id,
     invariant,
@@ -27,6 +29,7 @@ from sm120_mla.testing.verdict import (
     unknown,
     violated,
 )
+from sm120_mla.tools import exits, verify
 
 ALL = all_invariants()
 KINDS = [kind.model_fields["kind"].default for kind in get_args(get_args(case_module.Case)[0])]
@@ -99,6 +102,24 @@ def test_a_target_that_declines_is_unknown_with_its_reason() -> None:
     assert found.headline == "target stub does not serve this case: 4-D pools only"
 
 
+def test_a_target_that_has_no_such_operation_is_absent_with_its_reason() -> None:
+    found = judge(asking(raising(AssertionError())), Stub(Support.absent("no page split yet")), SplitCase())
+
+    assert found.absent
+    assert found.headline == "target stub has nothing of the kind: no page split yet"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_thing_that_turns_out_to_be_missing_is_absent_and_not_unknown(wrapped: bool) -> None:
+    error = AbsentError("the page split", "this tree has none", "Choose a later commit.")
+
+    found = judge(asking(raising(TargetRaised("split", error) if wrapped else error)), Stub(), SplitCase())
+
+    assert found.absent
+    assert not found.unknown
+    assert str(error) in found.headline
+
+
 def test_a_target_is_asked_with_the_capability_of_the_machine() -> None:
     target, case = Stub(), SplitCase()
 
@@ -154,16 +175,53 @@ def test_a_check_that_fails_itself_is_no_verdict(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "holds", "is_violated", "is_unknown"),
+    ("found", "word"),
     [
-        (HOLDS, True, False, False),
-        (violated("x"), False, True, False),
-        (violated("x", raised=True), False, True, False),
-        (unknown("x"), False, False, True),
+        (HOLDS, "holds"),
+        (violated("x"), "violated"),
+        (violated("x", raised=True), "violated"),
+        (unknown("x"), "unknown"),
+        (absent("x"), "absent"),
     ],
 )
-def test_a_verdict_is_one_of_three(found: Verdict, holds: bool, is_violated: bool, is_unknown: bool) -> None:
-    assert (found.holds, found.violated, found.unknown) == (holds, is_violated, is_unknown)
+def test_a_verdict_is_one_of_four(found: Verdict, word: str) -> None:
+    words = ("holds", "violated", "unknown", "absent")
+
+    assert found.outcome == word
+    assert [getattr(found, name) for name in words] == [name == word for name in words]
+
+
+def test_absent_is_no_pass_and_has_a_column_of_its_own() -> None:
+    inv, record = asking(lambda target, case: HOLDS), check.Record()
+    record.note(inv, absent("no page split"))
+    assert record.nothing_judged
+    record.note(inv, unknown("no GPU"))
+    summary = report.Summary(mode="reference", catalogue=[("BUF-X", "nothing is lost", ["reference"])])
+    text = report.encode(record.tallies, [], 0)
+
+    summary.add("test", "passed", [(report.PROPERTY, text), (report.MARKS, "BUF-X")], "")
+
+    row = summary.row("BUF-X")
+    assert (row.held, row.unknown, row.absent, summary.judged) == (0, 1, 1, 0)
+    assert summary.lines()[0].split() == [
+        "invariant", "held", "violated", "unknown", "absent", "tests", "mode",
+    ]  # fmt: skip
+    assert summary.lines()[1].split() == ["BUF-X", "0", "0", "1", "1", "1", "reference"]
+    document = summary.document()
+    assert document["invariants"][0]["absent"] == 1
+    assert verify.exit_code(document, 0) == exits.NOTHING_JUDGED == exits.verdict_code(absent("x"))
+
+
+def test_a_run_in_which_all_was_absent_says_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report.Row("BUF-X", absent=3, tests=1)
+    row.reasons["no page split"] = 3
+    summary = report.Summary(mode="reference", rows={"BUF-X": row})
+
+    verify.show(summary.document(), Console(width=120))
+
+    shown = capsys.readouterr().out
+    assert "3 x BUF-X absent: no page split" in shown
+    assert [word for word in shown.split() if word == "absent"] == ["absent", "absent"]
 
 
 def test_a_verdict_is_not_a_truth_value_by_accident() -> None:

@@ -13,12 +13,11 @@ fp32.
 
 from __future__ import annotations
 
-from .. import device
+from .. import device, pages
 from ..device import Capability
 from ..envelopes import Plan, Refusal, plan
 from ..errors import ArgumentError, CaptureError, UnavailableError
 from ..kernels import fi_finish, fi_prepare
-from ..pages import split_pages
 from . import flashinfer_api as api
 from .base import AttentionCall, AttentionShape, Support
 from .flashinfer_job import Job, assemble
@@ -34,8 +33,9 @@ class FlashInferBackend:
 
     name = "flashinfer"
 
-    def __init__(self) -> None:
-        self._found: api.Installed | Support | None = None
+    def __init__(self, found: api.Installed | Support | None = None) -> None:
+        """``found``: what counts as installed; None: what ``flashinfer_api.probe`` finds."""
+        self._found = found
         self._ran: set[tuple[object, ...]] = set()
 
     def available(self) -> Support:
@@ -43,7 +43,7 @@ class FlashInferBackend:
         found = self._probe()
         if isinstance(found, Support):
             return found
-        if not api.reachable():
+        if found.needs_gpu and not api.reachable():
             return Support(
                 False,
                 "there is no CUDA GPU for FlashInfer's compiled kernels",
@@ -66,6 +66,9 @@ class FlashInferBackend:
         if isinstance(served, Refusal):
             reason = f"{served.argument} = {served.value}: flashinfer {found.version} takes {served.expected}"
             return Support(False, reason, served.remedy)
+        refusal = _scale_refusal(found, shape.scale)
+        if refusal is not None:
+            return Support(False, f"{refusal.argument} = {refusal.value}: {refusal.expected}", refusal.remedy)
         return Support(True, "; ".join(found.envelope.known))
 
     def preconditions(self, shape: AttentionShape) -> tuple[str, ...]:
@@ -117,14 +120,21 @@ class FlashInferBackend:
                 f"{served.expected}, as flashinfer {found.version} has it",
                 served.remedy,
             )
-        if found.envelope.masks_before_scale and not call.scale >= _SMALLEST_SCALE:
-            raise ArgumentError(
-                "softmax_scale",
-                call.scale,
-                f"at least 2**-60, as flashinfer {found.version} scales its mask",
-                "Use flashinfer 0.7.1 or later, or the triton backend.",
-            )
+        refusal = _scale_refusal(found, call.scale)
+        if refusal is not None:
+            raise ArgumentError(refusal.argument, refusal.value, refusal.expected, refusal.remedy)
         return served
+
+
+def _scale_refusal(found: api.Installed, scale: float) -> Refusal | None:
+    if not found.envelope.masks_before_scale or scale >= _SMALLEST_SCALE:
+        return None
+    return Refusal(
+        "softmax_scale",
+        scale,
+        f"at least 2**-60, as flashinfer {found.version} scales its mask",
+        "Use flashinfer 0.7.1 or later, or the triton backend.",
+    )
 
 
 def _prepare(call: AttentionCall, job: Job) -> None:
@@ -134,17 +144,20 @@ def _prepare(call: AttentionCall, job: Job) -> None:
     for target, source in job.copies:
         target.copy_(source)
     for cache, destination in job.splits:
-        split_pages(
-            cache.pool,
-            cache.geometry.page_size,
-            cache.indices,
-            topk_length=cache.lengths,
-            layout=cache.geometry.layout,
-            buffers=call.buffers,
-            scope=call.scope,
-            out=destination,
-            validate="metadata",
-        )
+        # In as many parts as one split can take: nothing may be refused any more.
+        rows, step = cache.indices.shape[0], max(pages.rows_at_once(cache.indices.shape[1]), 1)
+        for begin in range(0, rows, step):
+            pages.split_pages(
+                cache.pool,
+                cache.geometry.page_size,
+                cache.indices[begin : begin + step],
+                topk_length=None if cache.lengths is None else cache.lengths[begin : begin + step],
+                layout=cache.geometry.layout,
+                buffers=call.buffers,
+                scope=call.scope,
+                out=destination,
+                validate="metadata",
+            )
 
 
 def _finish(job: Job) -> None:

@@ -70,11 +70,14 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Installed:
-    """A FlashInfer that is served. ``attend`` runs one call on the current stream of its device."""
+    """A FlashInfer that is served. ``attend`` runs one call on the current stream of its device, which
+    ``needs_gpu`` unless something stands in for the compiled module.
+    """
 
     version: str
     envelope: Envelope
     attend: Callable[[KernelCall], None]
+    needs_gpu: bool = True
 
 
 def reachable() -> bool:
@@ -160,6 +163,19 @@ def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
+def _named(call: KernelCall) -> dict[str, torch.Tensor | None]:
+    """What both generations take by the same names."""
+    return {
+        "topk_length": call.lengths,
+        "attn_sink": call.sink,
+        "extra_kv_cache": call.extra_cache,
+        "extra_indices": call.extra_indices,
+        "extra_topk_length": call.extra_lengths,
+        "mid_out": call.mid_out,
+        "mid_lse": call.mid_lse,
+    }
+
+
 class _Wrapped:
     """Calls the wrapper of 0.7; one per device, as it keeps its plans."""
 
@@ -178,15 +194,9 @@ class _Wrapped:
                 call.indices,
                 call.out,
                 call.scale,
-                topk_length=call.lengths,
-                attn_sink=call.sink,
-                extra_kv_cache=call.extra_cache,
-                extra_indices=call.extra_indices,
-                extra_topk_length=call.extra_lengths,
                 out_lse=call.lse,
-                mid_out=call.mid_out,
-                mid_lse=call.mid_lse,
                 lse_scale=math.log(2.0),
+                **_named(call),
             )
 
 
@@ -205,11 +215,5 @@ class _Function:
                 call.out,
                 call.lse,
                 call.scale,
-                topk_length=call.lengths,
-                attn_sink=call.sink,
-                extra_kv_cache=call.extra_cache,
-                extra_indices=call.extra_indices,
-                extra_topk_length=call.extra_lengths,
-                mid_out=call.mid_out,
-                mid_lse=call.mid_lse,
+                **_named(call),
             )

@@ -94,7 +94,7 @@ def plan(
         for splits in range(1, min(tiles, merge.MAX_SPLITS) + 1):
             waves = -(-programs * splits // slots)
             tile_ns = config.tile_ns if 2 * programs * splits <= slots else config.busy_ns
-            time = waves * (config.start_ns + tile_ns * -(-tiles // splits))
+            time: float = waves * (config.start_ns + tile_ns * -(-tiles // splits))
             time += _MERGE_NS + _MERGE_PART_NS * rows * heads * splits if splits > 1 else 0
             time += _STAGE_NS + _STAGE_TILE_NS * rows * tiles if config.staged else 0
             if best is None or launches * time < best[0]:

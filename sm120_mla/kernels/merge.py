@@ -88,7 +88,7 @@ def merge_kernel(
 
 def merge_config(splits: int, interpreted: bool = INTERPRETED) -> MergeConfig:
     """Launch configuration for ``splits`` parts, at most ``MAX_SPLITS``."""
-    padded = triton.next_power_of_2(splits)
+    padded = triton.next_power_of_2(max(splits, 2))  # over an axis of one, Triton 3.6 gives NaN on a GPU
     if interpreted:  # one program costs milliseconds there, however little it does
         return MergeConfig(rows=64, splits=padded, block=512, num_warps=4)
     warps = 2 if padded <= 8 else 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.runtime import require_device
+from ..placement import disjoint, same_device
 from ..widths import positive
 
 __all__ = [
@@ -127,36 +127,6 @@ def _output_dtype(name: str, tensor: torch.Tensor) -> None:
 def block_count(num_blocks: object) -> int | None:
     """``num_blocks`` if it is None or a positive int."""
     return None if num_blocks is None else positive("num_blocks", num_blocks)
-
-
-def same_device(tensors: Mapping[str, torch.Tensor]) -> None:
-    """All on one device, which the kernels of this process can reach."""
-    (first, reference), *rest = tensors.items()
-    require_device(first, reference)
-    for name, tensor in rest:
-        if tensor.device != reference.device:
-            raise ArgumentError(
-                f"{name}.device", tensor.device, f"{reference.device}, as {first}", "Move it there."
-            )
-
-
-def disjoint(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
-    """No output shares memory with an input or another output."""
-    spans = {name: _span(tensor) for name, tensor in (*outputs.items(), *inputs.items())}
-    for position, name in enumerate(outputs):
-        begin, end = spans[name]
-        for other in list(spans)[position + 1 :]:
-            if begin < spans[other][1] and spans[other][0] < end:
-                raise ArgumentError(
-                    name, f"memory shared with {other}", f"memory of its own, apart from {other}", "Copy one."
-                )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def outputs(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,22 +18,40 @@ from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
 
-__all__ = ["AttentionInputs", "C128AInputs", "Support", "Target", "resolve"]
+__all__ = ["CHECKOUTS", "AbsentError", "AttentionInputs", "C128AInputs", "Support", "Target", "resolve"]
 
 ENTRY_POINTS = "sm120_mla.targets"
+
+CHECKOUTS = {
+    "own": (f"{__package__}.own_checkout", "OwnCheckout"),
+    "sglang": (f"{__package__}.sglang", "SglangTarget"),
+    "vllm": (f"{__package__}.vllm", "VllmTarget"),
+}
+"""Kinds of checkout a target may be of, ``KIND:PATH``: the module and the class that take the path."""
+
+
+class AbsentError(UnavailableError):
+    """The target does not have the thing asked for: a commit from before it was written, or after."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """Yes, or no with a reason. A target that says no is judged unknown, never held."""
+    """Yes, or no with a reason. A target that says no is judged unknown, or absent; never held."""
 
     yes: bool
     reason: str = ""
+    missing: bool = False
+    """The target has no such operation at all, rather than declines this case of it."""
 
     @classmethod
     def no(cls, reason: str) -> Support:
         """A refusal."""
         return cls(False, reason)
+
+    @classmethod
+    def absent(cls, reason: str) -> Support:
+        """The target has no such operation."""
+        return cls(False, reason, True)
 
     def __bool__(self) -> bool:
         return self.yes
@@ -145,26 +164,36 @@ class Target(Protocol):
 
 
 def resolve(name: str) -> Target:
-    """The target called ``name``: ``own``, an entry point of ``sm120_mla.targets``, or ``module:attr``.
+    """The target called ``name``: ``own``, ``own:PATH``, ``sglang:PATH``, ``vllm:PATH`` (a checkout),
+    an entry point of ``sm120_mla.targets``, or ``module:attr``.
 
-    Raises ``ArgumentError`` for an unknown name and ``UnavailableError`` for one that fails to load.
+    Raises ``ArgumentError`` for an unknown name, or a path that is no such checkout, and
+    ``UnavailableError`` for a target that does not load.
     """
+    kind, _, rest = name.partition(":")
     if name == "own":
-        from .own import OwnTarget
-
-        return OwnTarget()
+        return _load(f"{__package__}.own", "OwnTarget")()
+    if kind in CHECKOUTS:
+        if not Path(rest).expanduser().is_dir() or not rest:
+            raise ArgumentError(
+                "target", repr(name), f"{kind}:PATH, a folder that holds a checkout", "Correct the path."
+            )
+        return _load(*CHECKOUTS[kind])(rest)
     known = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    prefix = name.split(":", 1)[0]
+    names = ", ".join(["own", *(f"{kind}:PATH" for kind in CHECKOUTS), *known, "module:attr"])
+    if kind not in known and not rest:
+        raise ArgumentError("target", repr(name), f"one of {names}", "Correct --target.")
     try:
-        if prefix in known:
-            factory = known[prefix].load()
-            return factory(name.partition(":")[2])
-        if ":" in name:
-            module, attribute = name.split(":", 1)
-            return getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
+        if kind in known:
+            return known[kind].load()(rest)
+        return getattr(importlib.import_module(kind), rest)()
+    except (ArgumentError, UnavailableError):
+        raise
+    except Exception as error:
         raise UnavailableError(
-            f"target {name}", f"{type(error).__name__}: {error}", "Check the name and its imports."
+            f"target {name}", f"{type(error).__name__}: {error}", f"Check the name (one of {names})."
         ) from error
-    names = ", ".join(["own", *known, "module:attr"])
-    raise ArgumentError("target", repr(name), f"one of {names}", "Correct --target.")
+
+
+def _load(module: str, attribute: str) -> Any:
+    return getattr(importlib.import_module(module), attribute)

@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 
+from .. import settings
 from ..device import Capability
 from ..errors import ArgumentError
 from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
+from . import own_route
 from .base import AttentionInputs, C128AInputs, Support
+from .routes import Routed, Way
 
-__all__ = ["OwnTarget", "Patch", "patched"]
+__all__ = ["KERNEL_MODULES", "PACKAGE", "PRODUCT_FILES", "OwnTarget", "Patch", "copy_product", "patched"]
 
-_PACKAGE = __name__.split(".", 1)[0]
-_PRODUCT_FILES = ("*.py", "kernels", "metadata", "backends", "codec", "reference")
-_KERNEL_MODULES = (
+PACKAGE = __name__.split(".", 1)[0]
+PRODUCT_FILES = ("*.py", "kernels", "metadata", "backends", "codec", "reference")
+KERNEL_MODULES = (
     "kernels.page_split",
     "kernels.c128a",
     "kernels.index_windows",
@@ -41,16 +44,22 @@ _KERNEL_MODULES = (
 
 
 class OwnTarget:
-    """The kernel stack of this package, through its public functions."""
+    """The kernel stack of this package, through its public functions.
+
+    Attention goes through ``backend``: by default the one ``SM120_MLA_BACKEND`` names, and Triton's where
+    that is ``auto``, so that a run does not depend on what else is installed.
+    """
 
     def __init__(
         self,
-        package: str = _PACKAGE,
+        package: str = PACKAGE,
         name: str = "own",
         folder: str | None = None,
-        backend: str = "triton",
+        backend: str | None = None,
     ) -> None:
-        self.name, self.backend = name, backend
+        chosen = str(settings.get("SM120_MLA_BACKEND"))
+        self.name = name
+        self.backend = backend or ("triton" if chosen == "auto" else chosen)
         self._package, self._folder = package, folder
         self._buffers = self._module("buffers").PersistentBuffers()
 
@@ -117,6 +126,18 @@ class OwnTarget:
         """The backend's."""
         return self.backend
 
+    def serves(self, inputs: AttentionInputs) -> Support:
+        """Everything, by Triton and the reference; FlashInfer by what it says beforehand."""
+        return own_route.serves(self._module, inputs, self.backend)
+
+    def finite_slot_zero(self, inputs: AttentionInputs) -> tuple[str, ...]:
+        """What the FlashInfer backend states as preconditions."""
+        return own_route.finite_slot_zero(self._module, inputs, self.backend)
+
+    def route(self, inputs: AttentionInputs, way: Way) -> Routed:
+        """``explain`` and ``sparse_mla``, whatever the target's own backend."""
+        return own_route.route(self._module, self.pretend_device, inputs, way)
+
     def write_cache(
         self,
         k: torch.Tensor,
@@ -160,7 +181,7 @@ class OwnTarget:
 
     def compile_specs(self) -> tuple[CompileSpec, ...]:
         """Every launch configuration of every kernel module."""
-        return tuple(spec for name in _KERNEL_MODULES for spec in self._module(name).compile_specs())
+        return tuple(spec for name in KERNEL_MODULES for spec in self._module(name).compile_specs())
 
     def compile_origin(self) -> tuple[str, str | None]:
         """This package, or the folder of the patched copy."""
@@ -179,6 +200,23 @@ class Patch:
 _serial = 0
 
 
+def copy_product(source: Path, folder: Path) -> str:
+    """Copy what the package at ``source`` is without suite and tools into ``folder``; returns the name it is
+    imported by there, which is no other copy's. Bytecode stays behind."""
+    global _serial
+    _serial += 1
+    package = f"{PACKAGE}_copy_{_serial}"
+    copy = folder / package
+    copy.mkdir()
+    for pattern in PRODUCT_FILES:
+        for found in source.glob(pattern):
+            if found.is_dir():
+                shutil.copytree(found, copy / found.name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(found, copy / found.name)
+    return package
+
+
 @contextlib.contextmanager
 def patched(patches: Sequence[Patch], name: str) -> Iterator[OwnTarget]:
     """A target made from a copy of this package with ``patches`` applied: where faults are put.
@@ -186,19 +224,9 @@ def patched(patches: Sequence[Patch], name: str) -> Iterator[OwnTarget]:
     The copy lives in a temporary folder under a package name of its own, so both can run in one process.
     Raises ``ArgumentError`` where a patch does not match exactly once.
     """
-    global _serial
-    _serial += 1
-    package = f"{_PACKAGE}_patched_{_serial}"
-    here = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory(prefix="sm120-mla-") as folder:
+        package = copy_product(Path(__file__).resolve().parents[1], Path(folder))
         copy = Path(folder) / package
-        copy.mkdir()
-        for pattern in _PRODUCT_FILES:
-            for source in here.glob(pattern):
-                if source.is_dir():
-                    shutil.copytree(source, copy / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(source, copy / source.name)
         for patch in patches:
             _apply(copy / patch.file, patch)
         sys.path.insert(0, folder)

@@ -13,6 +13,7 @@ __all__ = [
     "FLASHINFER_FP8_QK",
     "HEAD_DIM",
     "REFERENCE",
+    "SGLANG",
     "TINY",
     "TRITON",
     "TRITON_TRUNCATING",
@@ -118,6 +119,14 @@ TRITON_TRUNCATING = replace(
 )
 """Truncation is off by -2 to 0 units and rounding by -1 to 1, of the weights and of the store each."""
 
+SGLANG = replace(
+    TRITON,
+    name="sglang",
+    partial=2 * _BF16,
+    source="sglang flash_mla_sm120_triton.py: the result of a cache in bf16, merged to bf16, then the sink",
+)
+"""Its weights are fp32 or bf16, as the commit has it; its torch fallback rounds less."""
+
 FLASHINFER_BF16_QK = Arithmetic(
     name="flashinfer (bf16 QK)",
     weight=_E4M3,
@@ -143,7 +152,7 @@ FLASHINFER_FP8_QK = replace(
 )
 """Decode, and prefill of more than 256 columns of one cache."""
 
-ARITHMETIC = (REFERENCE, TRITON, TRITON_TRUNCATING, FLASHINFER_BF16_QK, FLASHINFER_FP8_QK)
+ARITHMETIC = (REFERENCE, TRITON, TRITON_TRUNCATING, SGLANG, FLASHINFER_BF16_QK, FLASHINFER_FP8_QK)
 
 
 def arithmetic_for(name: str) -> Arithmetic:

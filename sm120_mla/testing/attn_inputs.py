@@ -111,8 +111,11 @@ def _cache(spec: CacheSpec, case: AttnCase, seed: int) -> Cache:
     )
 
 
-def poisoned(cache: Cache, kind: str, seed: int) -> Cache:
-    """The same cache with every byte replaced that no counted entry reads: other tokens, pads, guards."""
+def poisoned(cache: Cache, kind: str, seed: int, *, spare_slot_zero: bool = False) -> Cache:
+    """The same cache with every byte replaced that no counted entry reads: other tokens, pads, guards.
+
+    ``spare_slot_zero``: token 0 keeps its bytes, which are finite.
+    """
     geometry = cache.geometry
     layout, size = geometry.layout, geometry.page_size
     fresh = noise(cache.storage.numel(), seed, cache.storage.device)
@@ -124,7 +127,10 @@ def poisoned(cache: Cache, kind: str, seed: int) -> Cache:
         record[..., 448::2], record[..., 449::2] = rope & 0xFF, rope >> 8
         pool[:, size * layout.token_bytes :] = scale
     keep = counted(cache.entries)
-    for index in cache.indices[keep].to(torch.int64).unique().tolist():
+    kept = set(cache.indices[keep].to(torch.int64).unique().tolist())
+    if spare_slot_zero and geometry.tokens:
+        kept.add(0)
+    for index in sorted(kept):
         page, slot = divmod(index, size)
         for field in layout.fields:
             if field.dtype != "pad":
@@ -133,8 +139,10 @@ def poisoned(cache: Cache, kind: str, seed: int) -> Cache:
     return Cache(pool, geometry, cache.indices, cache.lengths, fresh)
 
 
-def call_of(case: AttnCase, poison_seed: int = 0) -> Call:
-    """The inputs of a case. ``poison_seed`` chooses the bytes that must not matter."""
+def call_of(case: AttnCase, poison_seed: int = 0, finite_slot_zero: tuple[str, ...] = ()) -> Call:
+    """The inputs of a case. ``poison_seed`` chooses the bytes that must not matter; slot 0 of the caches
+    named (``kv_cache``, ``extra_kv_cache``) is not among them.
+    """
     # A seed apart from the caches': queries that are keys make every softmax one-hot.
     gen = torch.Generator().manual_seed(case.seed + 500_009)
     where = run_device()
@@ -151,8 +159,13 @@ def call_of(case: AttnCase, poison_seed: int = 0) -> Call:
             sink[::3], sink[1::3] = float("-inf"), float("inf")
         sink = sink.to(where)
     caches = [
-        poisoned(_cache(spec, case, case.seed + 1000 * n), case.poison, case.seed + 77 * n + poison_seed)
-        for n, spec in enumerate((case.main, case.extra))
+        poisoned(
+            _cache(spec, case, case.seed + 1000 * n),
+            case.poison,
+            case.seed + 77 * n + poison_seed,
+            spare_slot_zero=name in finite_slot_zero,
+        )
+        for n, (name, spec) in enumerate((("kv_cache", case.main), ("extra_kv_cache", case.extra)))
         if spec is not None
     ]
     return Call(

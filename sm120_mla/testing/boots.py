@@ -18,7 +18,7 @@ from .invariants.buffers import OF_LOG
 from .invariants.metadata import ORDER_JUDGES, of_log
 from .orderings import Boot, OrderLog
 from .strategies import CAPABILITIES, SEEDS
-from .verdict import TargetRaised, Verdict, by_id, violated
+from .verdict import TargetRaised, Verdict, by_id, of_raised
 
 __all__ = ["ASKED", "boot_machine", "verdict_of"]
 
@@ -40,9 +40,7 @@ def judged(id: str, log: OrderLog) -> Verdict:
     try:
         return verdict_of(id, log)
     except TargetRaised as raised:
-        return violated(
-            f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True
-        )
+        return of_raised(raised)
 
 
 def boot_machine(target: Target) -> type[RuleBasedStateMachine]:
@@ -69,7 +67,8 @@ def boot_machine(target: Target) -> type[RuleBasedStateMachine]:
             case = OrderCase(
                 page_size=page_size, capability=capability, rows=shape[0], width=shape[1], seed=seed
             )
-            self.boot, self.log, self.ended = Boot(target, case), OrderLog(case), False
+            self.boot, self.ended = Boot(target, case), False
+            self.log = self.boot.new_log()
 
         def take(self, **step: Any) -> None:
             """One step, unless the boot has ended."""

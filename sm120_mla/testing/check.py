@@ -45,6 +45,7 @@ class Tally:
 
     held: int = 0
     unknown: int = 0
+    absent: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
 
@@ -61,15 +62,16 @@ class Record:
         self.closed |= found.violated
         if self.closed:
             return
-        if found.unknown:
-            tally.unknown += 1
+        if found.unknown or found.absent:
+            tally.unknown += found.unknown
+            tally.absent += found.absent
             tally.reasons[found.headline] += 1
         else:
             tally.held += 1
 
     @property
     def nothing_judged(self) -> bool:
-        """Whether something was asked and every answer was unknown."""
+        """Whether something was asked and every answer was unknown or absent."""
         return bool(self.tallies) and not self.closed and not any(t.held for t in self.tallies.values())
 
 
@@ -90,7 +92,7 @@ def collecting() -> Iterator[Record]:
 def hold(inv_id: str, target: Target, case: Any) -> Verdict:
     """Judge, and raise ``Violation`` where the invariant is violated.
 
-    An unknown verdict is recorded and returned: a test all of whose examples were unknown is reported as
+    An unknown or absent verdict is recorded and returned: a test all of whose examples were is reported as
     skipped. Raises ``ArgumentError`` for an id that does not exist.
     """
     __tracebackhide__ = True

@@ -18,8 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,9 @@ class _Job:
 
 _results: dict[str, CompileResult] = {}
 
+_Listener = Callable[[dict[str, Any]], None]
+"""Is told every message of a child as it arrives."""
+
 
 def clear_cache() -> None:
     """Forget the results that this process remembers."""
@@ -88,24 +93,29 @@ def compile_all(
     path: Path | str | None = None,
     timeout_s: float = 300.0,
     cache_dir: Path | str | None = None,
+    workers: int = 1,
+    on_result: Callable[[CompileResult], None] | None = None,
 ) -> list[CompileResult]:
     """Compile each spec for each of its capabilities: results in that order, one per pair.
 
     ``path`` is the directory that holds ``package`` (default: where this package lies); the child
     imports ``<package>.<spec.module>`` from there. ``timeout_s`` bounds the whole call, in seconds;
     what is not decided by then is unknown. A kernel that crashes the compiler is unknown and does not
-    take the others with it.
+    take the others with it. ``workers`` children share the work; ``on_result`` is called with each result
+    as it comes, remembered ones first, never from two threads at once.
 
     Decided results are remembered in this process, and as files in ``cache_dir`` where one is given
     (several processes may share it). They are found again by the source text of the package's top
     level and of the module's subpackage, which are all that kernels may import, and by Triton's
     version; a ``cache_dir`` is not to be kept across a change of assembler (``TRITON_PTXAS_*``).
 
-    Raises ``ArgumentError`` on a timeout that is not positive, a path that is no directory, a package
-    that is no dotted name, and a constexpr that cannot be handed to another process.
+    Raises ``ArgumentError`` on a timeout or a number of workers that is not positive, a path that is no
+    directory, a package that is no dotted name, and a constexpr that cannot be handed to another process.
     """
     if not timeout_s > 0:
         raise ArgumentError("timeout_s", timeout_s, "seconds > 0", "Pass a positive number.")
+    if workers < 1:
+        raise ArgumentError("workers", workers, "a number of processes >= 1", "Pass a positive number.")
     if not all(part.isidentifier() for part in package.split(".")):
         raise ArgumentError("package", repr(package), "a dotted Python name", "Correct it.")
     root = _ROOT if path is None else Path(path).resolve()
@@ -117,10 +127,13 @@ def compile_all(
     ]
     folder = None if cache_dir is None else Path(cache_dir)
     missing: dict[str, _Job] = {}
-    for job in jobs:
-        if job.key not in _results and not _read(folder, job):
+    tell = on_result or (lambda result: None)
+    for job in {job.key: job for job in jobs}.values():
+        if job.key in _results or _read(folder, job):
+            tell(_results[job.key])
+        else:
             missing[job.key] = job
-    fresh = _compile(list(missing.values()), root, timeout_s)
+    fresh = _compile(list(missing.values()), root, timeout_s, workers, tell)
     for key, result in fresh.items():
         if not result.unknown:
             _results[key] = result
@@ -245,36 +258,84 @@ def _write(folder: Path | None, key: str, result: CompileResult) -> None:
     os.replace(name, folder / f"{key}.json")
 
 
-def _compile(jobs: list[_Job], root: Path, timeout_s: float) -> dict[str, CompileResult]:
-    """A result for each job, by key. A child that dies is replaced, without the job it died in."""
-    deadline = time.monotonic() + timeout_s
-    done: dict[str, CompileResult] = {}
-    pending = jobs
-    while pending:
-        left = deadline - time.monotonic()
-        requests = [job.request | {"index": i} for i, job in enumerate(pending)]
-        messages: list[dict[str, Any]] = []
-        ended = f"not reached within {timeout_s:g} s"
-        if left > 0:
-            messages, ended = _converse({"path": str(root), "jobs": requests}, left)
+def _compile(
+    jobs: list[_Job], root: Path, timeout_s: float, workers: int, tell: Callable[[CompileResult], None]
+) -> dict[str, CompileResult]:
+    """A result for each job, by key: the jobs are dealt to ``workers`` children in turn."""
+    crew = _Crew(root, timeout_s, tell)
+    hands = [hand for i in range(workers) if (hand := jobs[i::workers])]
+    if len(hands) < 2:
+        return crew.compile(jobs)
+    with ThreadPoolExecutor(len(hands)) as pool:
+        try:
+            parts = list(pool.map(crew.compile, hands))
+        except BaseException:
+            crew.stop()
+            raise
+    return {key: result for part in parts for key, result in part.items()}
+
+
+class _Crew:
+    """The children of one call, their deadline, and who is told what they found."""
+
+    def __init__(self, root: Path, timeout_s: float, tell: Callable[[CompileResult], None]) -> None:
+        self.root, self.timeout_s, self.tell = root, timeout_s, tell
+        self.deadline = time.monotonic() + timeout_s
+        self.lock = threading.Lock()
+        self.children: set[subprocess.Popen[bytes]] = set()
+
+    def stop(self) -> None:
+        """Start no further child and end those that run: somebody waits no longer."""
+        with self.lock:
+            self.deadline = 0.0
+            for child in list(self.children):
+                _kill(child)
+
+    def compile(self, jobs: list[_Job]) -> dict[str, CompileResult]:
+        """One child after another: one that dies is replaced, without the job it died in."""
+        done: dict[str, CompileResult] = {}
+        pending = jobs
+        while pending:
+            ended, running = self._child(pending, done)
+            # With no job to blame, a further child would end as this one did.
+            for job in [running] if running else pending:
+                self._settle(done, job, job.result(unknown=True, error=ended))
+            pending = [job for job in pending if job.key not in done]
+        return done
+
+    def _settle(self, done: dict[str, CompileResult], job: _Job, result: CompileResult) -> None:
+        if job.key not in done:
+            done[job.key] = result
+            with self.lock:
+                self.tell(result)
+
+    def _child(self, jobs: list[_Job], done: dict[str, CompileResult]) -> tuple[str, _Job | None]:
+        """Let one child compile ``jobs`` as far as it gets: how it ended, and the job it died in."""
         running: _Job | None = None
-        for message in messages:
+        fatal: str | None = None
+
+        def listen(message: dict[str, Any]) -> None:
+            nonlocal running, fatal
             if "start" in message:
-                running = pending[message["start"]]
+                running = jobs[message["start"]]
             elif "done" in message:
-                job = pending[message["done"]]
-                done[job.key], running = job.result(**message["fields"]), None
+                job, running = jobs[message["done"]], None
+                self._settle(done, job, job.result(**message["fields"]))
             else:
-                ended = message["fatal"]
-        # With no job to blame, a further child would end as this one did.
-        for job in [running] if running else pending:
-            done.setdefault(job.key, job.result(unknown=True, error=ended))
-        pending = [job for job in pending if job.key not in done]
-    return done
+                fatal = message["fatal"]
+
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return f"not reached within {self.timeout_s:g} s", None
+        requests = [job.request | {"index": i} for i, job in enumerate(jobs)]
+        ended = _converse({"path": str(self.root), "jobs": requests}, left, listen, self.children)
+        return fatal or ended, running
 
 
-def _converse(request: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
-    """All messages of one child, and how it ended."""
+def _converse(
+    request: dict[str, Any], timeout_s: float, listen: _Listener, children: set[subprocess.Popen[bytes]]
+) -> str:
+    """Hand one child its jobs and pass on its messages; how it ended. It is in ``children`` meanwhile."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as noise:
         # TMPDIR too: Triton leaves its PTX behind where the assembler fails.
         environment = settings.environment(*_UNSET, TRITON_CACHE_DIR=scratch, TMPDIR=scratch)
@@ -286,27 +347,37 @@ def _converse(request: dict[str, Any], timeout_s: float) -> tuple[list[dict[str,
             env=environment,
             start_new_session=True,
         )
-        timed_out = False
-        try:
-            output, _ = child.communicate(json.dumps(request).encode(), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
+        assert child.stdin is not None
+        assert child.stdout is not None
+        timed_out = threading.Event()
+
+        def time_out() -> None:
+            timed_out.set()
             _kill(child)
-            output, _ = child.communicate()
+
+        alarm = threading.Timer(timeout_s, time_out)
+        children.add(child)
+        alarm.start()
+        try:
+            with contextlib.suppress(BrokenPipeError), child.stdin:  # it may die before it has read all
+                child.stdin.write(json.dumps(request).encode())
+            with child.stdout:
+                for line in child.stdout:
+                    with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
+                        listen(json.loads(line))
+        except BaseException:
+            _kill(child)
+            raise
         finally:
-            if child.poll() is None:
-                _kill(child)
+            alarm.cancel()
+            child.wait()
+            children.discard(child)
         noise.seek(0)
         tail = noise.read().decode(errors="replace").strip().splitlines()[-12:]
     how = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
-    ended = "time ran out" if timed_out else "\n".join([f"the compiling process ended with {how}", *tail])
-    return list(_messages(output)), ended
-
-
-def _messages(output: bytes) -> Iterator[dict[str, Any]]:
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # a line cut short by a kill
-            yield json.loads(line)
+    if timed_out.is_set():
+        return "time ran out"
+    return "\n".join([f"the compiling process ended with {how}", *tail])
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -68,6 +68,8 @@ class SplitCall:
     passthrough: bool
     """The result is the pool itself."""
     page_size: int = field(default=0)
+    strays: tuple[str, ...] = ()
+    """What was written beside the target's own allocations, in words; nothing where it cannot tell."""
 
     @property
     def geometry(self) -> PageGeometry:
@@ -165,6 +167,7 @@ def _call(
         after=after,
         passthrough=passthrough,
         page_size=case.page_size,
+        strays=getattr(target, "strays", tuple)(),
     )
 
 

@@ -17,10 +17,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..case import IndexSpec, OrderCase, Step
+from ..errors import UnavailableError
 from ..graphs import Graph
 from ..layout import DSV4, DSV41_FOOTER, SUB_PAGE, PageLayout
 from ..reference import split as reference
-from ..targets.base import Target
+from ..targets.base import Support, Target
 from ..widths import capacity
 from .compare import compare_sub_pages
 from .derive import Pool, indices_of, make_pool
@@ -46,6 +47,8 @@ class Note:
     step: Step
     inference: tuple[str, ...] = ()
     """Persistent tensors that are inference tensors."""
+    persistent: int = 0
+    """How many persistent tensors there are."""
     unwritable: tuple[tuple[str, str], ...] = ()
     """(name, error) of persistent tensors that refuse a torch-level write."""
     freed: tuple[str, ...] = ()
@@ -78,6 +81,8 @@ class OrderLog:
 
     case: OrderCase
     notes: list[Note] = field(default_factory=list)
+    missing: frozenset[str] = frozenset()
+    """Kinds (split, meta) of operations the target does not have: steps that need one were left out."""
 
     @property
     def error(self) -> BaseException | None:
@@ -112,6 +117,26 @@ class Boot:
         self.keys: dict[str, tuple[int, int]] = {}  # key -> (storage address, rows)
         self.serial = 0
         self.addresses: dict[str, int] = {}  # of persistent tensors, at the last probe
+        self.support = {kind: self.asked(kind) for kind in ("split", "meta")}
+
+    def new_log(self) -> OrderLog:
+        """A log without notes yet."""
+        return OrderLog(self.case, [], frozenset(k for k, answer in self.support.items() if answer.missing))
+
+    def asked(self, kind: str, layout: PageLayout = DSV4, scope: str = "") -> Support:
+        """Whether the target has the operation a step needs."""
+        return self.target.supports(_Asked(kind, layout.name, scope, self.case.page_size), None)
+
+    def take(self, do: str, step: Step) -> dict[str, Any]:
+        """Do what a step does; what the target does not have is left out, what it declines raises."""
+        kind = _NEEDS.get(do)
+        if kind is None or self.support[kind]:
+            return _STEPS[do](self, step)
+        if not self.support[kind].missing:
+            raise UnavailableError(f"step {do}", self.support[kind].reason, "Judge another case.")
+        if kind == "split":
+            getattr(self.target, "touch", lambda: None)()  # what else a run of the model allocates
+        return {}
 
     def loaded(self) -> Pool:
         if self.pool is None:
@@ -174,7 +199,7 @@ class Boot:
         seen: dict[str, Any] = {}
         try:
             with torch.inference_mode(step.inference), self.target.pretend_device(self.case.capability):
-                seen = _STEPS[step.do](self, step)
+                seen = self.take(step.do, step)
         except Exception as error:
             seen = {"refused": str(error)} if type(error).__name__ == REFUSED else {"error": error}
         return Note(number, step, **(_probe(self) | seen))
@@ -191,7 +216,8 @@ class Boot:
 def run_order(target: Target, case: OrderCase) -> OrderLog:
     """Boot the target along ``case.steps``; stops after a step in which it raises."""
     target.reset()
-    boot, log = Boot(target, case), OrderLog(case)
+    boot = Boot(target, case)
+    log = boot.new_log()
     try:
         for number, step in enumerate(case.steps):
             log.notes.append(boot.do(number, step))
@@ -228,6 +254,7 @@ def _probe(boot: Boot) -> dict[str, Any]:
     return {
         "inference": tuple(name for name, tensor in tensors.items() if tensor.is_inference()),
         "unwritable": tuple(unwritable),
+        "persistent": len(tensors),
         "freed": tuple(freed),
     }
 
@@ -238,8 +265,8 @@ _frozen = False
 def _collect() -> None:
     """Break the reference cycles in which the interpreter leaves the storages of a launch.
 
-    Only then does freed memory count as freed. What exists at the first call is set aside (``gc.freeze``),
-    so that later collections look at this boot's objects only.
+    Only then does freed memory count as freed. What exists at the first call is set aside: later collections
+    look at this boot's objects only.
     """
     global _frozen
     gc.collect()
@@ -264,7 +291,7 @@ def _split(boot: Boot, step: Step) -> dict[str, Any]:
 
 def _autotune(boot: Boot, step: Step) -> dict[str, Any]:
     """What a dummy run touches: the split, and a metadata build."""
-    return META_STEPS["build"](boot, step) | _split(boot, step)
+    return boot.take("build", step) | boot.take("split", step)
 
 
 def _grow(boot: Boot, step: Step) -> dict[str, Any]:
@@ -327,7 +354,8 @@ def _replay(boot: Boot, step: Step) -> dict[str, Any]:
     rows[:, : SUB_PAGE * pool.geometry.layout.bytes_per_token] = 0
     held.graph.replay()
     wrong = boot.check(pool, held.indices, rows)
-    return {"wrong": wrong, "replayed": wrong or _more_than_touched(held, rows.cpu())}
+    extra = _more_than_touched(held, rows.cpu()) if getattr(boot.target, "splits_touched", True) else ""
+    return {"wrong": wrong, "replayed": wrong or extra}
 
 
 def _more_than_touched(held: _Captured, rows: torch.Tensor) -> str:
@@ -359,7 +387,7 @@ def _second(key: str, layout: PageLayout = DSV4, scope: str = "") -> Callable[[B
             if pretend is None:
                 return {}
         with pretend:
-            if not boot.target.supports(_OfLayout(layout.name), None):
+            if not boot.asked("split", layout, scope):
                 return {}
             indices = boot.indices(pool, step.arg)
             result = boot.split(pool, indices, scope)
@@ -370,9 +398,13 @@ def _second(key: str, layout: PageLayout = DSV4, scope: str = "") -> Callable[[B
 
 
 @dataclass(frozen=True)
-class _OfLayout:
+class _Asked:
+    """What a step needs: a target is asked whether it has it, and not about any one case."""
+
+    kind: str
     layout: str
-    kind: str = "split"
+    scope: str
+    page_size: int
 
 
 def _restart(boot: Boot, step: Step) -> dict[str, Any]:
@@ -399,3 +431,10 @@ _STEPS: dict[str, Callable[[Boot, Step], dict[str, Any]]] = {
     "autotune": _autotune,
     **META_STEPS,
 }
+
+_NEEDS = {
+    **dict.fromkeys(("split", "warm_up", "grow", "reserve", "capture"), "split"),
+    **dict.fromkeys(("second_device", "second_layout", "second_scope"), "split"),
+    **dict.fromkeys(META_STEPS, "meta"),
+}
+"""The kind of case a target must serve for a step; ``autotune`` takes one of each."""

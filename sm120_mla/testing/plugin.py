@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("hypothesis_profile", None) or profiles.chosen()
     profiles.load(name, config.getoption("sm120_examples"))
     summary = Summary(
-        mode=machine.expected_mode(), target=_target_name(config), profile=name, versions=_versions()
+        mode=machine.expected_mode(), target=_shown_target(config), profile=name, versions=_versions()
     )
     config.stash[_SUMMARY] = summary
     if not _is_worker(config):
@@ -168,6 +168,12 @@ def _is_worker(config: pytest.Config) -> bool:
 
 def _target_name(config: pytest.Config) -> str:
     return str(config.getoption("sm120_target") or settings.get("SM120_MLA_TARGET"))
+
+
+def _shown_target(config: pytest.Config) -> str:
+    """The target's name, with the attention backend where the environment names one for it."""
+    name, backend = _target_name(config), settings.get("SM120_MLA_BACKEND")
+    return f"{name}/{backend}" if backend != "auto" and name.split(":", 1)[0] == "own" else name
 
 
 def _versions() -> dict[str, str]:

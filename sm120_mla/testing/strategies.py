@@ -15,6 +15,7 @@ from ..case import (
     MetaCase,
     Offset64Case,
     OrderCase,
+    RouteCase,
     SplitCase,
     Step,
     WriteCase,
@@ -25,11 +26,13 @@ from ..layout import LAYOUTS, by_name
 __all__ = [
     "attn_cases",
     "cache_specs",
+    "handed_over_cases",
     "index_specs",
     "meta_batches",
     "meta_cases",
     "offset64_cases",
     "orders",
+    "route_cases",
     "split_cases",
     "steps",
     "widths",
@@ -262,6 +265,85 @@ def attn_cases(draw: st.DrawFn, most_tokens: int = 3, most_heads: int = 20) -> A
         poison=draw(st.sampled_from(("nan", "inf", "noise"))),
         q_gap=draw(st.sampled_from((0, 0, 2))),
         seed=draw(SEEDS),
+    )
+
+
+ROUTE_ROWS = (1, 2, 63, 64, 65, 66, 128)
+"""Both sides of the switch from decode to prefill."""
+HEADS = (8, 16, 32, 64, 128)
+"""Query heads that kernels are built for."""
+
+
+def route_indices(columns: st.SearchStrategy[int]) -> st.SearchStrategy[IndexSpec]:
+    """Index rows as calls bring them: both dtypes, rows apart, entries that count for nothing."""
+    return st.builds(
+        IndexSpec,
+        rows=st.just(1),
+        width=columns,
+        kinds=st.lists(st.sampled_from(("valid", "minus_one", "past_end")), max_size=3).map(tuple),
+        dtype=st.sampled_from(("int32", "int64")),
+        row_gap=st.sampled_from((0, 0, 3)),
+        lengths=st.sampled_from(LENGTHS),
+        seed=SEEDS,
+    )
+
+
+def route_caches(page_sizes: tuple[int, ...]) -> st.SearchStrategy[CacheSpec]:
+    """One cache of a call whose way is asked: any width, few pages, any page stride and alignment."""
+    return st.builds(
+        CacheSpec,
+        page_size=st.sampled_from(page_sizes),
+        pages=mostly_some(3),
+        stride_gap=st.sampled_from((0, 256, 0, 560, 256, 13)),
+        offset=st.sampled_from((0, 0, 0, 0, 16, 16, 8, 1)),
+        index=route_indices(widths()),
+    )
+
+
+def route_cases() -> st.SearchStrategy[RouteCase]:
+    """Calls of every shape a configuration can make, on every GPU, beside every FlashInfer and none."""
+    return st.builds(
+        RouteCase,
+        layout=st.sampled_from(("dsv4",) * 11 + ("dsv41",)),
+        tokens=st.one_of(st.sampled_from(ROUTE_ROWS), st.integers(0, 130)),
+        heads=st.one_of(st.sampled_from(HEADS), st.sampled_from(HEADS), st.integers(1, 128)),
+        main=route_caches((256, 64, 256, 64, 128, 96, 3)),
+        extra=st.one_of(st.none(), route_caches((2, 64, 2, 64, 256, 4))),
+        sink=st.booleans(),
+        scale=st.sampled_from((None, None, None, 0.2, 2.0**-70)),
+        q_gap=st.sampled_from((0, 0, 2)),
+        backend=st.sampled_from(("auto", "auto", "flashinfer", "flashinfer", "triton", "reference")),
+        capability=st.sampled_from(((12, 0), (12, 1)) * 4 + (*CAPABILITIES, (7, 5))),
+        flashinfer=st.sampled_from(("A", "A", "B", "B", "C", None)),
+        seed=SEEDS,
+    )
+
+
+def handed_over_cases() -> st.SearchStrategy[RouteCase]:
+    """Calls that FlashInfer serves in every generation, narrow enough for the interpreter to prepare."""
+
+    def cache(page_sizes: tuple[int, ...]) -> st.SearchStrategy[CacheSpec]:
+        return st.builds(
+            CacheSpec,
+            page_size=st.sampled_from(page_sizes),
+            pages=st.integers(1, 3),
+            stride_gap=st.sampled_from((0, 256, 560)),
+            offset=st.sampled_from((0, 0, 16)),
+            index=route_indices(st.integers(1, 20)),
+        )
+
+    return st.builds(
+        RouteCase,
+        tokens=st.one_of(st.sampled_from(ROUTE_ROWS[:-1]), st.integers(1, 70)),
+        heads=st.sampled_from((16, 16, 32)),
+        main=cache((256, 64, 128)),
+        extra=st.one_of(st.none(), cache((2, 64, 256))),
+        sink=st.booleans(),
+        q_gap=st.sampled_from((0, 2)),
+        backend=st.just("flashinfer"),
+        capability=st.sampled_from(((12, 0), (12, 1))),
+        flashinfer=st.sampled_from(("A", "B", "C")),
+        seed=SEEDS,
     )
 
 

@@ -1,7 +1,8 @@
 """Verdict and Invariant, and the registry of both: what every check says, and how it is asked.
 
 A check returns a verdict; it does not assert. ``judge`` is the only way to ask: it turns a target that
-declines into unknown, and a target that raises into a violation that says so.
+declines into unknown, one that has no such operation into absent, and a target that raises into a
+violation that says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from .. import device
 from ..errors import ArgumentError, UnavailableError
-from ..targets.base import Target
+from ..targets.base import AbsentError, Target
 
 __all__ = [
     "FAMILIES",
@@ -20,10 +21,12 @@ __all__ = [
     "Invariant",
     "TargetRaised",
     "Verdict",
+    "absent",
     "all_invariants",
     "by_id",
     "invariant",
     "judge",
+    "of_raised",
     "unknown",
     "violated",
 ]
@@ -34,8 +37,9 @@ FAMILIES = ("SPLIT", "BUF", "META", "ATTN", "CACHE", "ROUTE", "GRAPH", "COMPILE"
 
 @dataclass(frozen=True)
 class Verdict:
-    """``holds``, ``violated`` or ``unknown``. Unknown is not a pass.
+    """``holds``, ``violated``, ``unknown`` or ``absent``. Neither of the last two is a pass.
 
+    Unknown: it could not be judged. Absent: there is nothing to judge, as the target has no such operation.
     ``headline`` is one line, ``details`` more. ``raised`` marks a violation in which the target raised
     rather than gave a wrong answer.
     """
@@ -60,6 +64,11 @@ class Verdict:
         """Whether nothing could be judged."""
         return self.outcome == "unknown"
 
+    @property
+    def absent(self) -> bool:
+        """Whether the target has nothing to judge."""
+        return self.outcome == "absent"
+
 
 HOLDS = Verdict("holds")
 
@@ -72,6 +81,11 @@ def violated(headline: str, details: str = "", *, raised: bool = False) -> Verdi
 def unknown(reason: str) -> Verdict:
     """Nothing could be judged, and why."""
     return Verdict("unknown", reason)
+
+
+def absent(reason: str) -> Verdict:
+    """There is nothing to judge, and why."""
+    return Verdict("absent", reason)
 
 
 class TargetRaised(Exception):
@@ -155,20 +169,29 @@ def by_id(id: str) -> Invariant:
     )
 
 
+def of_raised(raised: TargetRaised) -> Verdict:
+    """What a target that raised is judged: a violation, unless it says what it lacks."""
+    if isinstance(raised.error, AbsentError):
+        return absent(f"{raised}")
+    if isinstance(raised.error, (UnavailableError, ImportError)):
+        return unknown(f"{raised}")
+    return violated(f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True)
+
+
 def judge(inv: Invariant, target: Target, case: Any) -> Verdict:
     """Ask one invariant about one case of one target."""
     if not inv.applies(case):
         return unknown(f"{inv.id} does not judge cases of kind {case.kind!r}")
     support = target.supports(case, device.capability())
+    if not support and support.missing:
+        return absent(f"target {target.name} has nothing of the kind: {support.reason}")
     if not support:
         return unknown(f"target {target.name} does not serve this case: {support.reason}")
     try:
         return inv.check(target, case)
     except TargetRaised as raised:
-        if isinstance(raised.error, (UnavailableError, ImportError)):
-            return unknown(f"{raised}")
-        return violated(
-            f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True
-        )
+        return of_raised(raised)
+    except AbsentError as error:
+        return absent(str(error))
     except UnavailableError as error:
         return unknown(str(error))

@@ -20,7 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Usage", "main", "parse_cuobjdump", "parse_ptxas", "ptx_target", "resource_usage"]
+__all__ = [
+    "Usage",
+    "main",
+    "parse_cuobjdump",
+    "parse_ptxas",
+    "ptx_target",
+    "resource_usage",
+    "tool_path",
+]
 
 Usage = dict[str, int]
 """``registers`` per thread; ``stack_bytes`` and ``local_bytes`` (stack included) per thread."""
@@ -67,7 +75,7 @@ def parse_ptxas(text: str) -> Usage | None:
     return {"registers": max(registers), "stack_bytes": max(stacks), "local_bytes": max(stacks)}
 
 
-def _tool(name: str) -> str:
+def tool_path(name: str) -> str:
     """Path of a binary that comes with Triton; Triton's own choice (and override) where it has one."""
     import triton
 
@@ -85,7 +93,7 @@ def _output(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def resource_usage(cubin: bytes, ptx: str, tool: Callable[[str], str] = _tool) -> Usage:
+def resource_usage(cubin: bytes, ptx: str, tool: Callable[[str], str] = tool_path) -> Usage:
     """Registers and local memory of a cubin: asks ``cuobjdump``, else assembles the PTX once more.
 
     Raises ``NotRunError`` where neither tool answers.

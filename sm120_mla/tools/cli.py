@@ -9,7 +9,6 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +16,8 @@ import typer
 
 from .. import __version__
 from ..errors import ArgumentError, UnavailableError
-from . import exits
+from . import cli_history, cli_preflight, exits
+from .cli_options import BackendOption, JsonFlag, ModeOption, Profile, TargetOption
 
 __all__ = ["app", "main", "run"]
 
@@ -32,35 +32,6 @@ app = typer.Typer(
 )
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """The base of wrong use of the command line, which typer has from click, or brings itself since 0.29."""
-
-
-class Mode(StrEnum):
-    """Choices of ``--mode``."""
-
-    auto = "auto"
-    reference = "reference"
-    cuda = "cuda"
-    sm120 = "sm120"
-
-
-class Profile(StrEnum):
-    """Choices of ``--profile``."""
-
-    dev = "dev"
-    ci = "ci"
-    nightly = "nightly"
-    replay = "replay"
-    text = "text"
-
-
-ModeOption = Annotated[
-    Mode | None, typer.Option(help="What runs the kernels (default: SM120_MLA_MODE, or auto).")
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Implementation under test (default: SM120_MLA_TARGET, or own)."),
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _version(asked: bool) -> None:
@@ -85,6 +56,7 @@ def _options(
 def verify(
     mode: ModeOption = None,
     target: TargetOption = None,
+    backend: BackendOption = None,
     invariant: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this invariant; may be repeated.")
     ] = None,
@@ -105,6 +77,7 @@ def verify(
     wanted = Wanted(
         mode=mode and mode.value,
         target=target,
+        backend=backend and backend.value,
         invariants=tuple(invariant or ()),
         examples=examples,
         profile=profile and profile.value,
@@ -140,11 +113,17 @@ def replay(
     case: Annotated[Path, typer.Argument(metavar="CASE.json", help="A case file, as a failure writes it.")],
     target: TargetOption = None,
     mode: ModeOption = None,
+    backend: BackendOption = None,
 ) -> None:
     """Judge one case file."""
     from .replay import replay
 
-    raise typer.Exit(replay(case, target, mode and mode.value))
+    raise typer.Exit(replay(case, target, mode and mode.value, backend and backend.value))
+
+
+app.command()(cli_history.history)
+app.command()(cli_history.bisect)
+app.command()(cli_preflight.preflight)
 
 
 @app.command()
@@ -156,11 +135,74 @@ def doctor(json: JsonFlag = False) -> None:
 
 
 @app.command()
-def bench(json: JsonFlag = False) -> None:
+def diagnose(
+    log: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXT|FILE|-", help="An error line, a server's log, or - for stdin."),
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List the known failures instead.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Say what an error line or a whole server log is known to mean: cause, invariant, remedy, reference."""
+    from .diagnose import show_diagnosis, show_known
+
+    if (log is None) != list_all:
+        raise ArgumentError("log", log, "a text, a file or - (or --list alone)", "Pass the error line.")
+    raise typer.Exit(show_known(json) if log is None else show_diagnosis(log, json))
+
+
+@app.command()
+def aot(
+    target: TargetOption = "own",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Only this kernel (its module, function or a configuration's name)."
+        ),
+    ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SM", help="Only this target, such as sm_120; may be repeated."),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show the gap to this JSON of an earlier run.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option("-n", "--workers", min=1, metavar="N", help="Processes (default: the cores)."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds for all of it.")] = 1800.0,
+    json: JsonFlag = False,
+) -> None:
+    """Compile every kernel for sm_120 and sm_121 with no GPU, and hold it to its budgets (COMPILE-SM120)."""
+    from .aot import Wanted, show_aot
+
+    wanted = Wanted(
+        target=target or "own",
+        kernels=tuple(kernel or ()),
+        archs=tuple(arch or ()),
+        baseline=baseline,
+        format="json" if json else "markdown" if markdown else "table",
+        workers=workers,
+        timeout_s=timeout,
+    )
+    raise typer.Exit(show_aot(wanted))
+
+
+@app.command()
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GROUP", help="Only split, metadata or attention; may be repeated."),
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases; needs no GPU.")] = False,
+    json: JsonFlag = False,
+) -> None:
     """Time the kernels on a CUDA GPU: medians of CUDA-graph replays on cold memory. Judges nothing."""
     from .bench import show_bench
 
-    raise typer.Exit(show_bench(json))
+    raise typer.Exit(show_bench(json, tuple(only or ()), list_cases))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from .suite import prepare
 __all__ = ["replay"]
 
 
-def replay(path: Path, target_name: str | None, mode: str | None) -> int:
+def replay(path: Path, target_name: str | None, mode: str | None, backend: str | None = None) -> int:
     """Judge the case of a file on a target and print the verdict; returns an exit code.
 
     Raises ``CaseFileError``, ``ArgumentError`` for an unknown invariant or target, ``UnavailableError``.
@@ -19,7 +19,7 @@ def replay(path: Path, target_name: str | None, mode: str | None) -> int:
     from .. import case
 
     file = case.load(path)
-    prepare(mode)
+    prepare(mode, backend)
     from ..targets import resolve
     from ..testing import text, verdict
 
@@ -30,7 +30,7 @@ def replay(path: Path, target_name: str | None, mode: str | None) -> int:
         print(text.render(inv, found, target, file.case, str(path)))
     else:
         print(f"{inv.id} {found.outcome}: {inv.statement}")
-        print(f"  target {target.name} ({text.how()})      {text.about(file.case)}")
+        print(f"  target {text.called(target)} ({text.how()})      {text.about(file.case)}")
         if found.headline:
             print(f"  {found.headline}")
     return exits.verdict_code(found)

@@ -38,8 +38,10 @@ def require(*modules: str) -> None:
             raise UnavailableError(name, "it is not installed", "Run: pip install -e '.[test]'.")
 
 
-def prepare(mode: str | None) -> str:
-    """Fix the mode of this process before torch and triton are imported; returns it.
+def prepare(mode: str | None, backend: str | None = None) -> str:
+    """Fix the mode of this process, and of its children, before torch and triton are imported; returns it.
+
+    ``backend`` is that of attention, as SM120_MLA_BACKEND has it; None leaves that as it is.
 
     Raises ``UnavailableError`` for a mode this machine cannot serve, or where torch or triton is missing.
     """
@@ -48,4 +50,6 @@ def prepare(mode: str | None) -> str:
     require("torch", "triton")
     if mode is not None:
         settings.assign("SM120_MLA_MODE", mode)
+    if backend is not None:
+        settings.assign("SM120_MLA_BACKEND", backend)
     return machine.prepare_process()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ class Wanted:
 
     mode: str | None = None
     target: str | None = None
+    backend: str | None = None
     invariants: tuple[str, ...] = ()
     examples: int | None = None
     profile: str | None = None
@@ -54,13 +55,15 @@ def verify(wanted: Wanted) -> int:
     require("pytest", "hypothesis")
     if wanted.workers != "auto" and not wanted.workers.isdecimal():
         raise ArgumentError("-n", repr(wanted.workers), "a number of processes, or auto", "Correct it.")
-    prepare(wanted.mode)
+    prepare(wanted.mode, wanted.backend)
     markers = [_marker(id) for id in wanted.invariants]
     target = wanted.target or settings.get("SM120_MLA_TARGET")
+    hints: list[str] = []
     if target != "own":
-        from ..targets import resolve
+        from ..targets import lazy_scan, resolve
 
-        resolve(target)  # a name that is wrong is told before anything runs
+        # A name that is wrong is told before anything runs.
+        hints = [str(hint) for hint in lazy_scan.hints(resolve(target))]
     with tempfile.TemporaryDirectory(prefix="sm120-mla-") as scratch:
         found = Path(scratch) / "found.json"
         progress = Path(scratch) / "progress"
@@ -78,7 +81,7 @@ def verify(wanted: Wanted) -> int:
     if wanted.json is not None:
         wanted.json.parent.mkdir(parents=True, exist_ok=True)
         wanted.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    show(document, Console())
+    show(document, Console(), hints)
     return exit_code(document, code)
 
 
@@ -196,8 +199,8 @@ def exit_code(document: dict[str, Any], pytest_code: int) -> int:
     return exits.HELD if pytest_code == 0 else exits.INTERNAL
 
 
-def show(document: dict[str, Any], console: Console) -> None:
-    """Each violation's text, then the table, what was not run, and what failed otherwise."""
+def show(document: dict[str, Any], console: Console, hints: Sequence[str] = ()) -> None:
+    """Each violation's text, then the table, what was not run, what failed otherwise, and what to look at."""
     for failure in document["failures"]:
         console.print(failure["text"], markup=False, highlight=False, soft_wrap=True)
         console.print(f"  test: {failure['test']}\n", markup=False, highlight=False, soft_wrap=True)
@@ -209,20 +212,29 @@ def show(document: dict[str, Any], console: Console) -> None:
     drawn = f"{document['generated']:,} generated"
     table = Table(title=f"{document['examples']:,} examples judged, {drawn}, target {document['target']}")
     table.add_column("invariant", no_wrap=True)
-    for column in ("held", "violated", "unknown", "tests"):
+    columns = ["held", "violated", "unknown", "tests"]
+    if any(row.get("absent") for row in document["invariants"]):
+        columns.insert(3, "absent")
+    for column in columns:
         table.add_column(column, justify="right")
     table.add_column("mode")
     table.add_column("verdict")
     for row in document["invariants"]:
-        numbers = (str(row[key]) for key in ("held", "violated", "unknown", "tests"))
+        numbers = (str(row.get(key, 0)) for key in columns)
         table.add_row(row["id"], *numbers, document["mode"], _word(row))
     console.print(table)
     for entry in document["not_run"]:
         line = f"not run: {entry['count']} x {entry['what']}: {one_line(entry['why'])}"
         console.print(line, style="dim", markup=False, highlight=False)
+    for hint in hints:
+        line = f"hint, no verdict: cached lazily, in whatever mode it is called: {hint}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _word(row: dict[str, Any]) -> str:
     if row["violated"]:
         return "[bold red]violated[/bold red]"
-    return "[green]holds[/green]" if row["held"] else "[yellow]unknown[/yellow]"
+    if row["held"]:
+        return "[green]holds[/green]"
+    only_absent = row.get("absent") and not row["unknown"]
+    return "[yellow]absent[/yellow]" if only_absent else "[yellow]unknown[/yellow]"

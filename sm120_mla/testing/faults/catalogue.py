@@ -8,6 +8,7 @@ from .buffers import BUFFER_FAULTS
 from .cache import CACHE_FAULTS
 from .meta import META_FAULTS
 from .metadata import METADATA_FAULTS
+from .route import ROUTE_FAULTS
 from .split import SPLIT_FAULTS
 
 __all__ = ["FAULTS"]
@@ -18,5 +19,6 @@ FAULTS: tuple[Fault, ...] = (
     *METADATA_FAULTS,
     *ATTENTION_FAULTS,
     *CACHE_FAULTS,
+    *ROUTE_FAULTS,
     *META_FAULTS,
 )

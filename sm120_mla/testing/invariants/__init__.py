@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import attention, buffers, cache, meta, metadata, split
+from . import attention, buffers, cache, meta, metadata, route, split
 
-__all__ = ["attention", "buffers", "cache", "meta", "metadata", "split"]
+__all__ = ["attention", "buffers", "cache", "meta", "metadata", "route", "split"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from ...case import AttnCase
-from ...reference.attention import attention, counted
-from ...targets.base import Target
+from ...errors import UnavailableError
+from ...reference.attention import counted
+from ...targets.base import Support, Target
+from ...targets.routes import HasServes
 from .. import budgets
+from ..arithmetic import arithmetic_for
 from ..attn_inputs import Cache, Call, call_of, entries_of
 from ..observe import last_only, run
-from ..verdict import HOLDS, Verdict, invariant, violated
+from ..verdict import HOLDS, Verdict, invariant, unknown, violated
 
 _ANYWHERE = ("reference", "cuda", "sm120")
 
@@ -26,14 +30,34 @@ def _attend(target: Target, call: Call, doing: str = "attention") -> Result:
     return out.cpu(), lse.cpu().float()
 
 
+@dataclass(frozen=True)
+class _First:
+    """A call and what the target answers. ``spared`` are the caches whose slot 0 it wants finite."""
+
+    call: Call
+    answer: Result
+    spared: tuple[str, ...]
+
+
 @last_only
-def _first(target: Target, case: AttnCase) -> tuple[Call, Result, Result]:
-    """The call, what the target answers, and what the yardstick does."""
+def _first(target: Target, case: AttnCase) -> _First:
+    """Raises ``UnavailableError``, which is unknown, for a call that the target says it does not serve."""
     target.reset()
     call = call_of(case)
-    answer = _attend(target, call)
-    out, lse = attention(call.q, entries_of(call), call.sink, call.scale)
-    return call, answer, (out.cpu(), lse.cpu())
+    spared: tuple[str, ...] = ()
+    if isinstance(target, HasServes):
+        _require(target, call)
+        spared = target.finite_slot_zero(call.inputs())
+        call = call_of(case, finite_slot_zero=spared) if spared else call
+    return _First(call, _attend(target, call), spared)
+
+
+def _require(target: Target, call: Call) -> None:
+    support = target.serves(call.inputs()) if isinstance(target, HasServes) else Support(True)
+    if not support:
+        raise UnavailableError(
+            f"this call of target {target.name}", support.reason.rstrip("."), "Judge another case."
+        )
 
 
 def _empty_rows(call: Call) -> torch.Tensor:
@@ -44,11 +68,23 @@ def _empty_rows(call: Call) -> torch.Tensor:
     return ~some.cpu()
 
 
-def _judge(target: Target, call: Call, answer: Result, what: str) -> Verdict:
-    """Out or lse of an answer against the yardstick within the target's budget."""
-    found = budgets.judge(target.error_budget(), call.q, entries_of(call), call.sink, call.scale, *answer)
+def _judge(target: Target, call: Call, answer: Result, what: str, *, merged: bool = False) -> Verdict:
+    """Out or lse of an answer against the yardstick within the target's budget.
+
+    ``merged``: the answer was put together from parts, each of them stored. Unknown where some row and head
+    has no budget: nothing was said of it.
+    """
+    arithmetic = arithmetic_for(target.error_budget())
+    if merged:
+        arithmetic = dataclasses.replace(arithmetic, partial=arithmetic.partial + arithmetic.out)
+    found = budgets.judge(arithmetic, call.q, entries_of(call), call.sink, call.scale, *answer)
     complaint = getattr(found, what)
-    return violated(complaint.split("\n")[0], "\n".join(complaint.split("\n")[1:])) if complaint else HOLDS
+    if complaint:
+        return violated(complaint.split("\n")[0], "\n".join(complaint.split("\n")[1:]))
+    blind, total = found.judgement.unjudged, found.judgement.unjudged + found.judgement.judged
+    if blind:
+        return unknown(f"no budget for {blind} of {total} rows and heads: a score may be off without bound")
+    return HOLDS
 
 
 @invariant(
@@ -61,8 +97,8 @@ def _judge(target: Target, call: Call, answer: Result, what: str) -> Verdict:
 )
 def attn_value(target: Target, case: AttnCase) -> Verdict:
     """Pointwise, RMS and slope."""
-    call, answer, _ = _first(target, case)
-    return _judge(target, call, answer, "value")
+    first = _first(target, case)
+    return _judge(target, first.call, first.answer, "value")
 
 
 @invariant(
@@ -75,8 +111,8 @@ def attn_value(target: Target, case: AttnCase) -> Verdict:
 )
 def attn_lse(target: Target, case: AttnCase) -> Verdict:
     """Absolute, in natural units."""
-    call, answer, _ = _first(target, case)
-    return _judge(target, call, answer, "lse")
+    first = _first(target, case)
+    return _judge(target, first.call, first.answer, "lse")
 
 
 @invariant(
@@ -88,11 +124,15 @@ def attn_lse(target: Target, case: AttnCase) -> Verdict:
     cases=("attn",),
 )
 def attn_dontcare(target: Target, case: AttnCase) -> Verdict:
-    """The same call over three kinds of poison."""
-    _, answer, _ = _first(target, case)
+    """The same call over three kinds of poison.
+
+    Unknown at best for a target that reads slot 0 of a cache whatever counts: that slot is then spared.
+    """
+    first = _first(target, case)
+    answer = first.answer
     for n, kind in enumerate(("nan", "inf", "noise")):
         other = case.model_copy(update={"poison": kind})
-        call = call_of(other, poison_seed=n + 1)
+        call = call_of(other, poison_seed=n + 1, finite_slot_zero=first.spared)
         for name, tensor in target.persistent().items():
             if "partial" in name and tensor.is_floating_point():
                 tensor.fill_(float("nan"))  # scratch: whatever it held must not matter
@@ -100,6 +140,8 @@ def attn_dontcare(target: Target, case: AttnCase) -> Verdict:
         complaint = _same_bits(answer, again)
         if complaint:
             return violated(f"bytes of uncounted entries matter ({kind})", complaint)
+    if first.spared:
+        return unknown(f"a finite slot 0 of {' and '.join(first.spared)} is a precondition of {target.name}")
     return HOLDS
 
 
@@ -124,7 +166,8 @@ def _same_bits(a: Result, b: Result) -> str:
 )
 def attn_empty(target: Target, case: AttnCase) -> Verdict:
     """Exact, bit by bit."""
-    call, (out, lse), _ = _first(target, case)
+    first = _first(target, case)
+    call, (out, lse) = first.call, first.answer
     empty = _empty_rows(call)
     rows = empty.nonzero().flatten().tolist()
     for row in rows:
@@ -148,7 +191,7 @@ def attn_empty(target: Target, case: AttnCase) -> Verdict:
 )
 def attn_merge(target: Target, case: AttnCase) -> Verdict:
     """Every other entry by itself, merged in fp64; and the caches the other way round."""
-    call, _, _ = _first(target, case)
+    call = _first(target, case).call
     parts = [_half(target, call, parity) for parity in (0, 1)]
     lse = torch.stack([part[1].double() for part in parts])
     total = torch.logsumexp(lse, dim=0)
@@ -159,18 +202,18 @@ def attn_merge(target: Target, case: AttnCase) -> Verdict:
         merged += part[0].double() * torch.where(weight > 0, weight, 0.0)[..., None]
     if call.sink is not None:
         merged = merged * torch.sigmoid(safe - call.sink.cpu().double())[..., None]
-    verdict = _judge(target, call, (merged.to(torch.bfloat16), total.float()), "value")
-    if verdict.violated:
-        return violated(
-            "two halves merged by lse are not the whole", f"{verdict.headline}\n{verdict.details}"
-        )
-    if call.extra is None:
-        return HOLDS
+    verdict = _judge(target, call, (merged.to(torch.bfloat16), total.float()), "value", merged=True)
+    if not verdict.holds or call.extra is None:
+        return _under(verdict, "two halves merged by lse are not the whole")
     swapped = dataclasses.replace(call, main=call.extra, extra=call.main)
+    _require(target, swapped)
     verdict = _judge(target, call, _attend(target, swapped, "attention with the caches exchanged"), "value")
-    if verdict.violated:
-        return violated("exchanging the caches changes the result", f"{verdict.headline}\n{verdict.details}")
-    return HOLDS
+    return _under(verdict, "exchanging the caches changes the result")
+
+
+def _under(verdict: Verdict, headline: str) -> Verdict:
+    """A violation under another headline; any other verdict as it is."""
+    return violated(headline, f"{verdict.headline}\n{verdict.details}") if verdict.violated else verdict
 
 
 def _half(target: Target, call: Call, parity: int) -> Result:
@@ -200,15 +243,16 @@ def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
 )
 def attn_order(target: Target, case: AttnCase) -> Verdict:
     """Counted entries reversed within their length, then the first call again."""
-    call, answer, _ = _first(target, case)
+    first = _first(target, case)
+    call, answer = first.call, first.answer
     reversed_ = _mapped(dataclasses.replace(call), lambda rows: rows)
     caches = [_reversed_cache(cache) for cache in reversed_.caches]
     turned = dataclasses.replace(call, main=caches[0], extra=caches[1] if len(caches) > 1 else None)
     verdict = _judge(target, call, _attend(target, turned, "attention over permuted entries"), "value")
     if verdict.violated:
-        return violated("the order of entries matters", f"{verdict.headline}\n{verdict.details}")
+        return _under(verdict, "the order of entries matters")
     complaint = _same_bits(answer, _attend(target, call, "the same call again"))
-    return violated("repeating the call changes bits", complaint) if complaint else HOLDS
+    return violated("repeating the call changes bits", complaint) if complaint else verdict
 
 
 def _reversed_cache(cache: Cache) -> Cache:
@@ -221,7 +265,8 @@ def rows_independent(target: Target, case: AttnCase) -> Verdict:
     """The last row is given NaN queries and no entries at all."""
     if case.tokens < 2:
         return HOLDS
-    call, answer, _ = _first(target, case)
+    first = _first(target, case)
+    call, answer = first.call, first.answer
     q = call.q.clone()
     q[-1] = float("nan")
     changed = _mapped(

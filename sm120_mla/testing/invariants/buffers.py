@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...case import OrderCase
-from ...targets.base import Target
+from ...targets.base import AbsentError, Target
 from ..orderings import INPLACE_ERROR, STALE, Note, OrderLog, run_order
-from ..verdict import HOLDS, TargetRaised, Verdict, invariant, unknown, violated
+from ..verdict import HOLDS, TargetRaised, Verdict, absent, invariant, unknown, violated
 
 _ANYWHERE = ("reference", "cuda", "sm120")
 _GUARD_REMEDY = (
@@ -13,11 +13,23 @@ _GUARD_REMEDY = (
 )
 
 
-def rest(log: OrderLog) -> Verdict:
-    """The verdict where a boot shows no violation: unknown if it ended early for another reason."""
+def rest(log: OrderLog, *needs: str) -> Verdict:
+    """The verdict where a boot shows no violation: unknown if it ended early for another reason.
+
+    ``needs`` are kinds of operations; a target that has none of them gave the boot nothing to judge.
+    """
+    if needs and log.missing.issuperset(needs):
+        return absent(f"the target has no operation of kind {' or '.join(needs)}, and the boot left it out")
     if log.error is None:
         return HOLDS
+    if isinstance(log.error, AbsentError):
+        return absent(f"{log.error}")
     return unknown(f"the boot ended early: {log.program(len(log.notes) - 1)}: {log.error}")
+
+
+def _anything(log: OrderLog) -> tuple[str, ...]:
+    """What a boot needs for a verdict on the buffers: any operation, unless it made some without."""
+    return () if any(note.persistent for note in log.notes) else ("split", "meta")
 
 
 def where(log: OrderLog, note: Note) -> str:
@@ -48,7 +60,7 @@ def buf_guard_of(log: OrderLog) -> Verdict:
                 f"inference tensors: {', '.join(note.inference)}; latent until torch writes one outside "
                 f"inference mode\n{_GUARD_REMEDY}",
             )
-    return rest(log)
+    return rest(log, *_anything(log))
 
 
 @invariant(
@@ -80,7 +92,7 @@ def buf_writable_of(log: OrderLog) -> Verdict:
             )
     if log.error is not None and type(log.error).__name__ != STALE:
         raise TargetRaised(f"order {log.program(len(log.notes) - 1)}", log.error)
-    return rest(log)
+    return rest(log, *_anything(log))
 
 
 @invariant(
@@ -111,7 +123,7 @@ def buf_address_of(log: OrderLog) -> Verdict:
             return violated(
                 f"the replay at step {note.number} left wrong bytes", f"{where(log, note)}\n{note.wrong}"
             )
-    return rest(log)
+    return rest(log, "split")
 
 
 @invariant(
@@ -136,7 +148,7 @@ def buf_capture_of(log: OrderLog) -> Verdict:
                 f"{where(log, note)}\nallocated: {', '.join(note.allocated_in_capture)}\n"
                 "remedy: reserve it before the capture, or refuse with what to reserve",
             )
-    return rest(log)
+    return rest(log, "split")
 
 
 @invariant(
@@ -157,7 +169,7 @@ def buf_key_of(log: OrderLog) -> Verdict:
     for note in log.notes:
         if note.shared:
             return violated(f"{note.shared[0]} at step {note.number} ({note.step.do})", where(log, note))
-    return rest(log)
+    return rest(log, "split")
 
 
 OF_LOG = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...case import WriteCase
-from ...codec import pack, quantise, recipe_by_name
+from ...codec import recipe_by_name
 from ...layout import by_name
 from ...targets.base import Target
+from ..cache_cases import after_write, differences
 from ..derive import run_device
 from ..guards import GUARD_BYTES, noise
 from ..observe import run
@@ -93,25 +94,11 @@ def cache_bytes(target: Target, case: WriteCase) -> Verdict:
 
     wanted = before.clone()
     view = torch.as_strided(wanted, (case.pages, payload), (stride, 1), start)
-    packed = pack(quantise(k[:, None], layout, recipe), layout, 1) if case.tokens else None
-    for row, slot in enumerate(slots.tolist()):
-        if not 0 <= slot < case.pages * case.page_size:
-            continue
-        assert packed is not None
-        page, at = divmod(slot, case.page_size)
-        for field in layout.fields:
-            source = layout.offset(field.name, 0, 1)
-            to = layout.offset(field.name, at, case.page_size)
-            view[page, to : to + field.nbytes] = packed[row, source : source + field.nbytes]
+    view.copy_(after_write(view, k, slots, layout, case.page_size, recipe))
     wrong = (live.cpu() != wanted).nonzero().flatten()
     if not wrong.numel():
         return HOLDS
-    byte = int(wrong[0]) - start
-    page, within = divmod(byte, stride)
-    inside = 0 <= byte < case.pages * stride
-    where = f"page {page}, {layout.locate(within, case.page_size)}" if inside else f"byte {byte}, outside"
-    return violated(
-        f"the writer ({case.recipe}) left wrong bytes",
-        f"{where}\ngot 0x{int(live[wrong[0]]):02x}   want 0x{int(wanted[wrong[0]]):02x}   before "
-        f"0x{int(before[wrong[0]]):02x}\n{wrong.numel()} bytes differ",
-    )
+    inside = differences(cache, view, layout, case.page_size)
+    where = inside[0] if inside else f"byte {int(wrong[0]) - start} of the pool, which is no page's"
+    held = f"it held 0x{int(before[wrong[0]]):02x} before; {wrong.numel()} bytes differ"
+    return violated(f"the writer ({case.recipe}) left wrong bytes", f"{where}\n{held}")

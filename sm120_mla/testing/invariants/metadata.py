@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...case import AttnCase, MetaCase, OrderCase
+from ...case import AttnCase, MetaCase, OrderCase, RouteCase
 from ...layout import DSV4, SUB_PAGE
 from ...reference import split as split_reference
 from ...targets.base import C128AInputs, Target
@@ -19,6 +19,7 @@ from ..observe import first, frame_of, last_only, run
 from ..orderings import OrderLog, run_order
 from ..verdict import HOLDS, Verdict, invariant, unknown, violated
 from .buffers import rest, where
+from .route import handed_over
 
 _ANYWHERE = ("reference", "cuda", "sm120")
 _BOTH = ("meta", "order")
@@ -87,7 +88,7 @@ def of_log(id: str, log: OrderLog) -> Verdict:
             return violated(
                 f"{headline} at step {note.number} ({note.step.do})", f"{where(log, note)}\n{complaint}"
             )
-    return rest(log)
+    return rest(log, "meta", *(["split"] if seen == "replayed" else []))
 
 
 def _first_complaint(complaints: list[str], headline: str) -> Verdict:
@@ -337,12 +338,17 @@ def attn_rows(target: Target, case: MetaCase | AttnCase) -> Verdict:
     "tokens",
     origin="vLLM #52823; FLASHINFER_CONTRACT sections 3.2, 3.3: contiguity is checked above 64 rows only",
     where=_ANYWHERE,
-    cases=_BOTH,
+    cases=(*_BOTH, "route"),
 )
-def route_contract(target: Target, case: MetaCase | OrderCase) -> Verdict:
-    """The index tensors' dtype and contiguity, by the strictest generation, at the batch's own row count."""
+def route_contract(target: Target, case: MetaCase | OrderCase | RouteCase) -> Verdict:
+    """The index tensors' dtype and contiguity, by the strictest generation, at the batch's own row count.
+
+    Of an attention call, everything that is prepared for FlashInfer, by the generation of the case.
+    """
     if case.capability is None or case.capability[0] != 12:
         return unknown("the SM120 kernels of FlashInfer are reached on capability 12.x only")
+    if isinstance(case, RouteCase):
+        return handed_over(target, case)
     if isinstance(case, OrderCase):
         return of_log("ROUTE-CONTRACT", run_order(target, case))
     return _first_complaint(

@@ -10,7 +10,7 @@ from ...targets.base import Target
 from ..compare import compare_sub_pages
 from ..observe import SplitCall, first, observe_split
 from ..offset64 import decide
-from ..verdict import HOLDS, Verdict, invariant, violated
+from ..verdict import HOLDS, Verdict, absent, invariant, violated
 
 _ANYWHERE = ("reference", "cuda", "sm120")
 
@@ -77,6 +77,11 @@ def split_frame(target: Target, case: SplitCase) -> Verdict:
             return violated(
                 f"the source was written{_in_call(call, len(calls))}",
                 f"bytes {first(stray)} relative to page 0 of the pool",
+            )
+        if call.strays:
+            return violated(
+                f"memory beside the target's own buffers was written{_in_call(call, len(calls))}",
+                "\n".join(call.strays),
             )
         if call.page_size == SUB_PAGE:
             continue
@@ -146,6 +151,8 @@ def split_index(target: Target, case: SplitCase) -> Verdict:
 )
 def split_touched(target: Target, case: SplitCase) -> Verdict:
     """Which destination sub-pages changed, against which should."""
+    if not getattr(target, "splits_touched", True):
+        return absent("the target splits whole pools, whatever the indices are")
     calls = _calls(target, case)
     for call in calls:
         if call.page_size == SUB_PAGE:

@@ -1,14 +1,59 @@
-"""Which memory tensors occupy: whether the elements of an output are its own, and none are an input's."""
+"""Where tensors lie: pages in a pool, devices, and which memory is whose. Nothing looks at a value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from .errors import ArgumentError
+from .layout import PageGeometry, PageLayout
 
-__all__ = ["own_elements", "share_memory"]
+__all__ = ["disjoint", "own_elements", "pool_geometry", "same_device", "share_memory"]
+
+
+def pool_geometry(
+    pool: torch.Tensor,
+    page_size: int | None,
+    layout: PageLayout,
+    argument: str = "pool",
+    multiple_of: int = 1,
+) -> PageGeometry:
+    """Geometry of a cache view of any page size; raises ``LayoutError`` where it cannot be addressed."""
+    return layout.resolve(
+        shape=pool.shape,
+        stride=pool.stride(),
+        storage_offset=int(pool.storage_offset()),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        storage_bytes=pool.untyped_storage().nbytes(),
+        page_size=page_size,
+        argument=argument,
+        multiple_of=multiple_of,
+    )
+
+
+def same_device(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse, with ``ArgumentError``, tensors that are not all on one device that kernels can reach."""
+    from .kernels.runtime import require_device  # imports triton
+
+    (first, reference), *rest = tensors.items()
+    require_device(first, reference)
+    for name, tensor in rest:
+        if tensor.device != reference.device:
+            raise ArgumentError(
+                f"{name}.device", tensor.device, f"{reference.device}, as {first}", "Move it there."
+            )
+
+
+def disjoint(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse, with ``ArgumentError``, an output that shares memory with an input or another output."""
+    given = {**outputs, **inputs}
+    for position, (name, output) in enumerate(outputs.items()):
+        for other, memory in list(given.items())[position + 1 :]:
+            if share_memory(output, memory):
+                raise ArgumentError(
+                    name, f"memory shared with {other}", f"memory of its own, apart from {other}", "Copy one."
+                )
 
 
 def own_elements(name: str, tensor: torch.Tensor) -> None:
