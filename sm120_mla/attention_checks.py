@@ -21,7 +21,7 @@ from .placement import own_elements, pool_geometry, share_memory
 __all__ = ["HEAD_DIM", "MAX_HEADS", "Names", "Request", "check"]
 
 HEAD_DIM = 512
-"""Width of K and V (DESIGN section 4)."""
+"""Width of K and V (docs/design.md, section 4)."""
 
 MAX_HEADS = 128
 """Query heads of DeepSeek-V4 on one GPU, and FlashInfer's limit (mla/_core.py, 0.6.18 and 0.7.4)."""

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SM120_SHARED_MEMORY = 101_376
-"""Bytes of shared memory one block may use on SM120 and SM121 (DESIGN section 8.2)."""
+"""Bytes of shared memory one block may use on SM120 and SM121 (docs/design.md, section 8)."""
 
 Capability = tuple[int, int]
 

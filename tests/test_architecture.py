@@ -32,7 +32,7 @@ LAYERS = (
     ("testing",),
     ("tools",),
 )
-"""DESIGN section 12: a unit may import what stands above it, and its own layer where that is no circle."""
+"""docs/design.md, section 12: a unit imports what stands above it, and of its own layer what is no circle."""
 
 ONLY = {
     "layout": {"errors"},

@@ -1,4 +1,4 @@
-"""The measured table of DESIGN section 5, row by row, on a model of the split as the field ships it."""
+"""The measured table of docs/design.md, section 5, on a model of the split as the field ships it."""
 
 from __future__ import annotations
 

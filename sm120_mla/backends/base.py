@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 DEFAULT_SCALE = 512**-0.5
-"""Softmax scale where a call names none (DESIGN section 4)."""
+"""Softmax scale where a call names none (docs/design.md, section 4)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CacheInput:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One validated call. Semantics in DESIGN section 4: an entry counts iff it is in ``[0, tokens)`` of its
+    """One validated call (docs/design.md, section 4): an entry counts iff it is in ``[0, tokens)`` of its
     pool and its column is below its row's length; compared in 64 bits.
     """
 

@@ -59,7 +59,7 @@ class Support:
 
 @dataclass(frozen=True)
 class C128AInputs:
-    """Arguments of the C128A builder, named as vLLM's (DESIGN section 6)."""
+    """Arguments of the C128A builder, named as vLLM's (docs/design.md, section 6)."""
 
     positions: torch.Tensor
     compress_ratio: int

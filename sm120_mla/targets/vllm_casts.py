@@ -1,7 +1,8 @@
 """Make Triton's interpreter convert floats as a GPU does, while foreign kernels run.
 
-This package's kernels avoid the casts the interpreter gets wrong (DESIGN section 8); a serving engine's do
-not. Within ``truthful`` they round to nearest even, and saturate to e4m3fn, as the hardware's ``cvt`` does.
+This package's kernels avoid the casts the interpreter gets wrong (``testing/interp_facts.py``); a serving
+engine's do not. Within ``truthful`` they round to nearest even, and saturate to e4m3fn, as the hardware's
+``cvt`` does.
 """
 
 from __future__ import annotations

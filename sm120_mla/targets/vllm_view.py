@@ -1,4 +1,4 @@
-"""What a builder's views are, in words: the designs of DESIGN section 6, told apart by shape and stride."""
+"""What a builder's views are, by shape and stride: the designs of docs/design.md, section 6."""
 
 from __future__ import annotations
 

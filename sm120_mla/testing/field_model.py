@@ -1,8 +1,9 @@
 """A small model of the split as the field ships it, with each of its guards removable.
 
 A pool-wide mask cleared by a torch-level write, then two raw kernels; both buffers grow-only in a dict,
-one per device, allocated on first touch. It reproduces the measured table of DESIGN section 5, and lets the
-suite show that it tells a latent state from an abort. Not a product: nothing outside testing imports it.
+one per device, allocated on first touch. It reproduces the measured table of docs/design.md, section 5, and
+lets the suite show that it tells a latent state from an abort. Not a product: nothing outside testing
+imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time sparse decode through the Triton backend: the shapes of DESIGN section 11.
+"""Time sparse decode through the Triton backend: the shapes of the README's figures.
 
 Each is timed twice: as this GPU is served, and with the configuration that SM120 would get
 (``device.pretend_device``), which says how far the one is from the other on the same silicon.

@@ -23,7 +23,7 @@ __all__ = ["Finding", "findings", "show_doctor"]
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "hypothesis", "pytest", "pytest-xdist")
 _FLASHINFER_FIRST = (0, 6, 14)
-"""First release with SM120 kernels for sparse MLA (DESIGN section 9)."""
+"""First release with SM120 kernels for sparse MLA (``envelopes.py``)."""
 
 _TOOLS = {"ptxas": "assembles for sm_120 without a GPU", "cuobjdump": "reads registers and spills"}
 

@@ -91,7 +91,7 @@ def _judge(target: Target, call: Call, answer: Result, what: str, *, merged: boo
     "ATTN-VALUE",
     "out against an fp64 reference over the dequantised cache, within a budget derived from the arithmetic, "
     "which a zeroed, a permuted and a scaled output all fail",
-    origin="UPSTREAM section 6 gaps 14, 16, 18-22, 27; allclose(5e-2) passes an all-zero output",
+    origin="allclose(5e-2) passes an all-zero output; gaps 14, 16, 18-22, 27 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("attn",),
 )
@@ -105,7 +105,7 @@ def attn_value(target: Target, case: AttnCase) -> Verdict:
     "ATTN-LSE",
     "lse is the natural log-sum-exp over the counted entries of both caches, without the sink, within a "
     "budget derived from the arithmetic",
-    origin="UPSTREAM section 4: four conventions, and no test looks at any; gap 15",
+    origin="four conventions in the field, and no test looks at any; gap 15 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("attn",),
 )
@@ -119,7 +119,7 @@ def attn_lse(target: Target, case: AttnCase) -> Verdict:
     "ATTN-DONTCARE",
     "NaN, inf or any bytes in uncounted slots (slot 0 included), tails, pads and scratch change no output "
     "bit",
-    origin="UPSTREAM section 2.3: masked lanes gather slot 0, and 0 * NaN is NaN",
+    origin="FlashInfer #5095, sglang #39288: masked lanes gather slot 0, and 0 * NaN is NaN",
     where=_ANYWHERE,
     cases=("attn",),
 )
@@ -160,7 +160,7 @@ def _same_bits(a: Result, b: Result) -> str:
 @invariant(
     "ATTN-EMPTY",
     "a row with no counted entry gives out 0 and lse -inf, with and without sink, and disturbs no other row",
-    origin="UPSTREAM section 2.4: 'length 1, index -1' is routine; gap 17",
+    origin="in sglang 'length 1, index -1' is routine; gap 17 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("attn",),
 )
@@ -185,7 +185,7 @@ def attn_empty(target: Target, case: AttnCase) -> Verdict:
     "ATTN-MERGE",
     "attention over a partition of the entries, merged by lse, equals the whole; main and extra may be "
     "exchanged",
-    origin="UPSTREAM section 4: two launches merged by lse, with bf16 in between",
+    origin="sglang: a launch for each cache, merged by lse, with bf16 in between",
     where=_ANYWHERE,
     cases=("attn",),
 )
@@ -237,7 +237,7 @@ def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
 @invariant(
     "ATTN-ORDER",
     "permuting entries changes the result only within the budget; repeating a run changes no bit",
-    origin="UPSTREAM section 6 gap 22",
+    origin="aiter #4415, sglang #24654: the order of a top-k varies; gap 22 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("attn",),
 )

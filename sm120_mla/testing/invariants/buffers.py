@@ -40,7 +40,7 @@ def where(log: OrderLog, note: Note) -> str:
     "BUF-GUARD",
     "after any order of first touches, no persistent buffer is an inference tensor; checked over the "
     "registry, not by name",
-    origin="reports A01-A04: one of two buffers lost its inference_mode(False) guard",
+    origin="sglang #30759, #32320, #33470, #35116: a first touch without inference_mode(False)",
     where=_ANYWHERE,
     cases=("order",),
 )
@@ -66,7 +66,7 @@ def buf_guard_of(log: OrderLog) -> Verdict:
 @invariant(
     "BUF-WRITABLE",
     "a torch-level in-place write to any persistent buffer succeeds outside inference mode",
-    origin="reports A01, A03: graph capture aborts at mask.zero_()",
+    origin="sglang #32320, #33470: graph capture aborts at mask.zero_()",
     where=_ANYWHERE,
     cases=("order",),
 )
@@ -99,7 +99,7 @@ def buf_writable_of(log: OrderLog) -> Verdict:
     "BUF-ADDRESS",
     "an address a graph recorded stays valid and owned for as long as the graph lives, and a replay writes "
     "there, through any later growth",
-    origin="reports A08, A11 and DESIGN section 5: growth after a capture frees memory a graph still writes",
+    origin="rtp-llm #1259: memory allocated anew whose address a graph holds; growth frees it too",
     where=_ANYWHERE,
     cases=("order",),
 )
@@ -129,7 +129,7 @@ def buf_address_of(log: OrderLog) -> Verdict:
 @invariant(
     "BUF-CAPTURE",
     "no persistent allocation during capture: reserved before, or a clear error",
-    origin="reports A07, A09, A10; UPSTREAM section 5.1 steps 3-6",
+    origin="TensorRT-LLM #16290, aiter #5393, vLLM #42112: a first touch in a capture, or after start-up",
     where=_ANYWHERE,
     cases=("order",),
 )
@@ -155,7 +155,7 @@ def buf_capture_of(log: OrderLog) -> Verdict:
     "BUF-KEY",
     "layers, pools and streams of one device that run in order share a buffer of one layout; two devices, "
     "two layouts or two caller-given scopes never do",
-    origin="report A09 and DESIGN section 5: one key shared by two devices or two streams",
+    origin="aiter #5393: one key shared by two devices, or one that moves with the stream",
     where=_ANYWHERE,
     cases=("order",),
 )

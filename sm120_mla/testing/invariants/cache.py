@@ -64,7 +64,7 @@ def _slots(case: WriteCase) -> torch.Tensor:
     "CACHE-BYTES",
     "the cache writer's bytes equal the reference quantiser's, for the recipe named, zero, tiny, huge and "
     "boundary tiles included; skipped slots, tails and other tokens stay as they are, and the pad byte is 0",
-    origin="UPSTREAM section 1.3 and section 6 gaps 28-30, 32: three recipes, two pad conventions",
+    origin="three recipes and two pad conventions in the field; gaps 28-30, 32 of docs/upstream-gaps.md",
     where=("reference", "cuda", "sm120"),
     cases=("write",),
 )

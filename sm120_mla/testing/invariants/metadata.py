@@ -102,7 +102,7 @@ def _first_complaint(complaints: list[str], headline: str) -> Verdict:
     "META-VALUES",
     "decode slots, lengths and prefill rows equal the reference; columns [n, W) are -1, W the active width; "
     "columns [W, capacity) of a full-width view are unspecified, and the check poisons them",
-    origin="UPSTREAM section 3.1 and section 6 gaps 33, 34, 40",
+    origin="vLLM #50004, #52823, #53574: the same rows, four views; gaps 33, 34, 40 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=_BOTH,
 )
@@ -202,7 +202,7 @@ def _rows_complaint(seen: torch.Tensor, inputs: C128AInputs, rows: int) -> str:
 @invariant(
     "META-STALE",
     "no consumer result depends on columns past the length",
-    origin="UPSTREAM section 3.1: on 12.x columns [W, capacity) are stale, the lengths the only protection",
+    origin="vLLM #53574: on 12.x columns [W, capacity) are stale, the lengths the only protection",
     where=_ANYWHERE,
     cases=("meta",),
 )
@@ -249,7 +249,7 @@ def _touched_by_the_view(target: Target, case: MetaCase, poison: int) -> tuple[s
 @invariant(
     "GRAPH-REPLAY",
     "replay after refilling inputs equals an eager call on the same inputs, in every boot order",
-    origin="UPSTREAM section 6 gaps 9, 33; reports A08, A13-A15",
+    origin="rtp-llm #1259, xLLM #1939, ATOM #1391; gaps 9, 33 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=_BOTH,
 )
@@ -298,7 +298,7 @@ def graph_replay(target: Target, case: MetaCase | OrderCase) -> Verdict:
 @invariant(
     "ATTN-ROWS",
     "rows are independent: padding rows with any content change no real row",
-    origin="reports A13, A14: a padded replay whose phantom row was stale; UPSTREAM section 6 gap 18",
+    origin="xLLM #1939: a padded replay whose phantom rows were stale; gap 18 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("meta", "attn"),
 )
@@ -336,7 +336,7 @@ def attn_rows(target: Target, case: MetaCase | AttnCase) -> Verdict:
     "ROUTE-CONTRACT",
     "what is handed to FlashInfer satisfies the contract of the installed version on both sides of 64/65 "
     "tokens",
-    origin="vLLM #52823; FLASHINFER_CONTRACT sections 3.2, 3.3: contiguity is checked above 64 rows only",
+    origin="vLLM #52823: FlashInfer checks contiguity above 64 rows only",
     where=_ANYWHERE,
     cases=(*_BOTH, "route"),
 )

@@ -35,7 +35,7 @@ def _ask(target: Target, case: RouteCase, launch: bool) -> tuple[AttentionInputs
     "first launch, naming the argument at fault; what is said beforehand is what happens, and an order never "
     "falls back",
     origin="FlashInfer #4380, #5135, sglang #33407: a width or head count without a kernel dies at start-up; "
-    "gaps 19-21, 24",
+    "gaps 19-21, 24 of docs/upstream-gaps.md",
     where=("reference", "cuda", "sm120"),
     cases=("route",),
 )

@@ -37,7 +37,7 @@ def _passthrough(call: SplitCall) -> Verdict | None:
     "every payload byte of every touched sub-page lands where the reference puts it, for any page size, "
     "stride, offset and rank of the source view; other sub-pages of a touched page are copied exactly or "
     "not at all",
-    origin="UPSTREAM section 6 gaps 2, 8, 11-13; reports A03, E-class offset errors",
+    origin="sglang #32320, #39914; gaps 2, 8, 11-13 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("split",),
 )
@@ -64,7 +64,7 @@ def split_bytes(target: Target, case: SplitCase) -> Verdict:
 @invariant(
     "SPLIT-FRAME",
     "nothing else changes: sub-page tails, sub-pages of untouched pages, memory around them, the source",
-    origin="UPSTREAM section 6 gaps 4, 6; report of stores past the mask for an index past the pool",
+    origin="sglang wrote past its mask for an index past the pool; gaps 4, 6 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("split",),
 )
@@ -110,7 +110,7 @@ def split_frame(target: Target, case: SplitCase) -> Verdict:
 @invariant(
     "SPLIT-INDEX",
     "a token index addresses the same token before and after",
-    origin="DESIGN section 3: (i//P)*(P//64) + (i%P)//64 == i//64 and i%64 == (i%P)%64",
+    origin="(i//P)*(P//64) + (i%P)//64 == i//64 and i%64 == (i%P)%64 where 64 divides P",
     where=_ANYWHERE,
     cases=("split",),
 )
@@ -145,7 +145,7 @@ def split_index(target: Target, case: SplitCase) -> Verdict:
     "SPLIT-TOUCHED",
     "exactly what counted indices touch is split: every sub-page they point into, and no sub-page of a page "
     "they do not; -1, out-of-range indices and columns past the length touch nothing",
-    origin="UPSTREAM section 2.1 (five designs, five answers) and section 6 gaps 5-7, 12",
+    origin="five designs of sglang's split, five answers; gaps 5-7, 12 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("split",),
 )
@@ -176,7 +176,7 @@ def split_touched(target: Target, case: SplitCase) -> Verdict:
 @invariant(
     "SPLIT-OFFSET64",
     "offsets are exact at real strides: pages either side of 2^31 and 2^32 bytes",
-    origin="UPSTREAM section 6 gap 10: page * 149760 wraps int32 at page 14,340, about 3.67 M tokens",
+    origin="page * 149760 wraps int32 at page 14,340, about 3.67 M tokens; gap 10 of docs/upstream-gaps.md",
     where=_ANYWHERE,
     cases=("offset64",),
 )
