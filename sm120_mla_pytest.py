@@ -21,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sm120-examples", metavar="N", type=int, help="examples per test, as the profile has it"
     )
+    group.addoption(
+        "--sm120-invariant",
+        metavar="ID",
+        action="append",
+        help="judge this invariant only, also in tests that ask more; may be repeated",
+    )
     group.addoption("--sm120-json", metavar="FILE", help="write what the run found as JSON")
     group.addoption("--sm120-progress", help=argparse.SUPPRESS)
     parser.addini(

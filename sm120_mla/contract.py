@@ -2,7 +2,8 @@
 
 Generations: ``A/B`` is 0.6.14 to 0.6.18, ``C/D`` 0.7.x. Read in their sources: the A/B prefill orchestrator
 (csrc/sparse_mla_sm120.cu, lines 158-277 at 0.6.18), the A/B decode binding
-(csrc/sparse_mla_sm120_jit_binding.cu, lines 95-157), and attention_validation.h of 0.7.4, lines 152-235.
+(csrc/sparse_mla_sm120_jit_binding.cu, lines 95-157), attention_validation.h of 0.7.4, lines 152-235, and its
+attention_resolve.cu, lines 186-191.
 """
 
 from __future__ import annotations
@@ -60,7 +61,14 @@ def refusal(tensor: IndexTensor, rows: int, generation: str = "A/B") -> str | No
         return f"Inconsistency of Tensor type: {tensor.name}"
     dense = tensor.stride[-1] == 1 or tensor.shape[-1] <= 1
     apart = len(tensor.shape) < 2 or tensor.shape[0] <= 1 or tensor.stride[0] >= tensor.shape[-1]
-    return None if dense and apart else f"{tensor.name} shape/stride mismatch"
+    if not (dense and apart):
+        return f"{tensor.name} shape/stride mismatch"
+    if rows > DECODE_MAX_ROWS and not is_contiguous(tensor.shape, tensor.stride):
+        # Decode takes rows that lie apart, prefill does not.
+        if tensor.name == "eidx":
+            return "prefill extra indices must be dense"
+        return "invalid sparse-MLA prefill variant/topk/indices"
+    return None
 
 
 def needs(tensor: IndexTensor, rows: int, generation: str = "A/B") -> str | None:

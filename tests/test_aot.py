@@ -200,7 +200,16 @@ def test_what_was_not_asked_for_is_not_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["not json", "[]", "{}", '{"rows": [], "versions": 3}', '{"rows": [{"name": "a"}], "versions": {}}'],
+    [
+        "not json",
+        "[]",
+        "{}",
+        '{"schema": 1, "rows": [], "versions": 3}',
+        '{"schema": 1, "rows": [{"name": "a"}], "versions": {}}',
+        '{"schema": 2, "rows": [], "versions": {}}',
+        '{"rows": [], "versions": {}}',
+        "[" * 100_000,
+    ],
 )
 def test_a_file_that_is_no_baseline_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"

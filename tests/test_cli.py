@@ -116,6 +116,27 @@ def test_replay_takes_the_target_of_the_environment(
     assert "target test_cli:StandIn (interpreter)      subject good" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os\nos._exit(7)\n", "the process ended with exit code 7 while judging SPLIT-BYTES"),
+        ("raise SystemExit(1)\n", "loading it raised SystemExit: 1"),
+    ],
+)
+def test_what_a_checkout_does_to_its_process_is_no_verdict(
+    source: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "tree" / "python" / "sglang" / "srt" / "layers" / "attention" / "flash_mla_sm120.py"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(f"{source}def split_kv_pages(cache):\n    return cache\n")
+    file = CaseFile(invariant="SPLIT-BYTES", case=case.SplitCase(pages=1, page_size=256))
+
+    code = cli.run(["replay", str(case.save(file, tmp_path)), "--target", f"sglang:{tmp_path / 'tree'}"])
+
+    assert code == exits.NOTHING_JUDGED
+    assert says in capsys.readouterr().out
+
+
 def test_replay_of_a_real_case_on_the_own_target(tmp_path: Path) -> None:
     file = CaseFile(invariant="SPLIT-BYTES", case=case.SplitCase(pages=1, page_size=128))
 
@@ -284,11 +305,12 @@ from sm120_mla.testing.verdict import HOLDS, Invariant, violated
 def say(target, case):
     return HOLDS if case.subject == "good" else violated("it is bad")
 
-verdict._registry["SPLIT-MADE-UP"] = Invariant(
-    "SPLIT-MADE-UP", "made up", "here", ("reference",), ("subject",), say)
+verdict.all_invariants()
+for id in ("SPLIT-BYTES", "SPLIT-MADE-UP"):
+    verdict._registry[id] = Invariant(id, "made up", "here", ("reference",), ("subject",), say)
 
 @pytest.mark.SPLIT_BYTES
-def test_good(target): hold("SPLIT-MADE-UP", target, SubjectCase(subject="good"))
+def test_good(target): hold("SPLIT-BYTES", target, SubjectCase(subject="good"))
 
 def test_bad(target): hold("SPLIT-MADE-UP", target, SubjectCase(subject="bad"))
 
@@ -321,7 +343,24 @@ def test_verify_that_holds_writes_its_reports(checkout: Path, capsys: pytest.Cap
     assert found["profile"] == "ci"
     assert 'name="sm120_mla"' in (checkout / "junit.xml").read_text(encoding="utf-8")
     said = capsys.readouterr().out
-    assert [word for word in ("SPLIT-MADE-UP", "holds", "not run:") if word not in said] == []
+    assert [word for word in ("SPLIT-BYTES", "holds", "not run:") if word not in said] == []
+
+
+def test_verify_of_one_invariant_is_about_no_other(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one test asks several: the code is that of the one named."""
+    (checkout / "property_tests" / "test_it.py").write_text(
+        SUITE.replace("def test_bad", "@pytest.mark.SPLIT_BYTES\n@pytest.mark.SPLIT_INDEX\ndef test_bad"),
+        encoding="utf-8",
+    )
+
+    assert cli.run(["verify", "-n0", "--invariant", "SPLIT-BYTES"]) == exits.HELD
+
+    table = capsys.readouterr().out.partition("not run")[0]
+    assert "SPLIT-BYTES" in table
+    assert "SPLIT-MADE-UP" not in table
+    assert "SPLIT-INDEX" not in table
 
 
 def test_verify_of_a_violation_shows_its_text(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

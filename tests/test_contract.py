@@ -60,8 +60,11 @@ def test_int64_indices_pass_the_decode_checks_and_are_misread():
     assert contract.refusal(of(torch.zeros((65, 128), dtype=torch.int64)), 65) is not None
 
 
-def test_the_rewritten_generation_takes_row_strides():
-    assert contract.refusal(of(NARROW), 66, "C/D") is None
+def test_the_rewritten_generation_takes_row_strides_in_decode_only():
+    assert contract.refusal(of(NARROW[:64]), 64, "C/D") is None
+    assert contract.refusal(of(NARROW), 66, "C/D") == "prefill extra indices must be dense"
+    main = contract.refusal(contract.IndexTensor("indices", (66, 128), (512, 1), "int32"), 66, "C/D")
+    assert main == "invalid sparse-MLA prefill variant/topk/indices"
     assert contract.refusal(of(FULL[:, ::2]), 66, "C/D") == "eidx shape/stride mismatch"
     assert contract.refusal(of(FULL.long()), 66, "C/D") == "Inconsistency of Tensor type: eidx"
 

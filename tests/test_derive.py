@@ -154,7 +154,7 @@ LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zero": lambda n: n == 0,
     "random": lambda n: (n >= 0) & (n <= WIDTH),
     "negative": lambda n: n <= WIDTH,
-    "beyond": lambda n: (n >= WIDTH) & (n <= 2 * WIDTH),
+    "beyond": lambda n: (n >= WIDTH) & (n.long() % 2**32 <= 2 * WIDTH),
 }
 
 
@@ -185,6 +185,14 @@ def test_negative_and_long_lengths_are_really_out_of_range() -> None:
     assert beyond is not None
     assert 5 < int((negative < 0).sum()) < 35
     assert int((beyond > WIDTH).sum()) > 30
+
+
+def test_some_long_lengths_of_64_bits_are_short_in_32() -> None:
+    found = lengths_of(spec(lengths="beyond", length_dtype="int64"))
+
+    assert found is not None
+    assert 5 < int((found.to(torch.int32) < WIDTH).sum()) < 35
+    assert 5 < int((found <= 2 * WIDTH).sum()) < 35
 
 
 def test_no_lengths_means_none() -> None:

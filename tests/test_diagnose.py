@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,10 @@ LINES = {
     ],
     "b-index-rows": [
         "ValueError: Expected sparse_mla_segments[0].indices.shape == (8, 6, 128), got (8, 5, 128)"
+    ],
+    "b-not-contiguous": [
+        "RuntimeError: kv_cachemust be contiguous at last dimension",
+        "RuntimeError: etl must be contiguous",
     ],
     "b-topk-buffer-width": ["ValueError: block_tables (B, 1, 2176) but sparse_mla_top_k is 2048"],
     "c-decode-falls-through": ["    Check failed: num_tokens > 64 (7 vs. 64)"],
@@ -182,6 +187,10 @@ def test_ordinary_logs_match_nothing() -> None:
         "ValueError: No valid attention backend found for cuda with "
         "AttentionSelectorConfig(use_sparse=False)",
         "INFO RuntimeError: cancelled by the user",
+        "RuntimeError: q must be contiguous in the last dimension",
+        'assert output.is_contiguous(), "output must be contiguous"',
+        "!!!!!!!!!!!!!!!!!!!!!!!!!! stopping after 1 failures !!!!!!!!!!!!!!!!!!!!!!!!!!!",
+        "!!!!!!!!!!!!!!!!!!!!!!!!!! Interrupted: 1 error during collection !!!!!!!!!!!!!!!!!!!!!!!!!!",
         "RuntimeError: PassManager::run failed",
     ],
 )
@@ -269,6 +278,35 @@ def test_a_signature_without_its_context_takes_no_lines_with_it() -> None:
     [found] = diagnose(io.BytesIO(b"alpha\nbeta\n"), [row]).matches
 
     assert (found.count, found.strength, found.sightings[0].line) == (1, Strength.SYMPTOM, 2)
+
+
+# ---- what somebody pastes
+
+PASTES = [
+    "Unsupported sparse-MLA prefill\nconfiguration: model=DSV4 num_heads=64 topk=192 page_block_size=64",
+    "Unsupported sparse-MLA prefill configuration:\n  model=DSV4 num_heads=64 topk=192 page_block_size=64",
+    "SM120 sparse-MLA has no decode ker\nnel for this shape: num_tokens=5, num_heads=64, to\npk=192, x",
+    "SM120 SPARSE-MLA HAS NO DECODE KERNEL FOR THIS SHAPE: NUM_TOKENS=5, NUM_HEADS=64, TOPK=192, D_QK=512",
+]
+
+
+@pytest.mark.parametrize("text", PASTES)
+def test_a_paste_may_be_wrapped_or_in_capitals(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diagnose", text, "--json"]) == exits.HELD
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["matches"][0]["id"] == "c-width-192"
+    assert (found["lines"], found["bytes"]) == (text.count("\n") + 1, len(text))
+    assert "c-width-192" not in ids(text)
+
+
+def test_a_log_is_not_read_as_one_line() -> None:
+    ordinary = b"quiet\n" * 1000
+    lines = PASTES[0].encode() + b"\n"
+
+    assert [m.failure.id for m in match.diagnose_paste(ordinary + lines).matches] == []
+    for at in range(0, len(ORDINARY.read_bytes()), 1000):
+        assert match.diagnose_paste(ORDINARY.read_bytes()[at : at + match.PASTE]).matches == ()
 
 
 # ---- streaming
@@ -439,6 +477,30 @@ def test_a_damaged_archive_is_wrong_use(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert cli.run(["diagnose", str(file)]) == exits.WRONG_USE
     assert "a file that can be read" in capsys.readouterr().err
+
+
+def test_a_folder_is_wrong_use_and_a_pipe_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diagnose", str(tmp_path)]) == exits.WRONG_USE
+    assert "Is a directory" in capfd.readouterr().err
+    reading, writing = os.pipe()
+    os.write(writing, b"eidx must be contiguous\n")
+    os.close(writing)
+
+    assert cli.run(["diagnose", f"/dev/fd/{reading}"]) == exits.HELD
+    os.close(reading)
+
+
+def test_a_closed_standard_input_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+
+    assert cli.run(["diagnose", "-"]) == exits.WRONG_USE
+
+
+def test_a_file_longer_than_a_paste_is_read_to_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    file.write_bytes(b"quiet\n" * 2000 + b"eidx must be contiguous\n")
+
+    assert cli.run(["diagnose", str(file)]) == exits.HELD
 
 
 def test_a_text_too_long_for_a_file_name_is_a_text() -> None:

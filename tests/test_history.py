@@ -195,6 +195,46 @@ def test_a_spoilt_memory_is_no_memory(history, judged: FakeJudge) -> None:
     assert judged.asked.total() == 2
 
 
+def test_a_folder_that_cannot_be_written_costs_the_memory_only(
+    history, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(commits, "CACHE", tmp_path / "file")
+
+    code, out, err = history("gb")
+
+    assert (code, marks(out)) == (exits.VIOLATED, ".X")
+    assert f"note: what was judged is not remembered ({tmp_path / 'file'}: File exists)" in err
+
+
+def test_a_partial_clone_is_judged_anew_once_it_is_whole(history, tmp_path: Path) -> None:
+    make_repo(tmp_path / "repo", "gb")
+    blob = git(tmp_path / "repo", "rev-parse", "HEAD:engine.py")
+    lost = tmp_path / "repo" / ".git" / "objects" / blob[:2] / blob[2:]
+    kept = lost.read_bytes()
+    lost.unlink()
+
+    code, out, _ = history("")
+    assert (code, marks(out)) == (exits.HELD, ".?")
+    assert "the repository lacks its content" in out
+
+    lost.write_bytes(kept)
+    assert marks(history("")[1]) == ".X"
+
+
+def test_a_tree_that_takes_itself_away_is_not_absent(history, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removing(*_: object, tree: Path, **__: object) -> dict[str, judge_tree.Judged]:
+        (tree / "engine.py").unlink()
+        return {"BUF-GUARD": judge_tree.Judged("absent", "nothing of the kind")}
+
+    monkeypatch.setattr(judge_tree, "judge", removing)
+
+    _, out, _ = history("g")
+
+    assert marks(out) == "?"
+    assert "its code removed engine.py from the tree" in out
+
+
 # ---- transitions
 
 
@@ -378,6 +418,39 @@ def test_a_tree_that_hangs_is_unknown_and_leaves_nothing_behind(nursery: Nursery
 
     assert {v.headline for v in found.values()} == {"timed out after 3 s while loading"}
     assert all(map(ends, (tmp_path / "pids").read_text().split()))
+
+
+def test_what_a_tree_starts_in_a_session_of_its_own_ends_with_it(nursery: Nursery, tmp_path: Path) -> None:
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True"
+    source = (
+        f"import subprocess, sys\nchild = subprocess.Popen({sleeper})\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{child.pid}}')\n{TREES['holds']}\n"
+    )
+    tree = tree_of(tmp_path / "tree", source)
+
+    found = judge_tree.judge(nursery, "engine:Target", IDS[:1], timeout=60, tree=tree, sys_path=[str(tree)])
+
+    assert found["SPLIT-BYTES"].outcome == "holds"
+    assert not Path(f"/proc/{(tmp_path / 'pids').read_text()}").exists()
+
+
+def test_a_tree_that_kills_its_parent_ends_alone(nursery: Nursery, tmp_path: Path) -> None:
+    tree = tree_of(tmp_path / "tree", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)\n")
+    good = tree_of(tmp_path / "good", TREES["holds"])
+
+    found = judge_tree.judge(nursery, "engine:Target", IDS[:1], timeout=60, tree=tree, sys_path=[str(tree)])
+    after = judge_tree.judge(nursery, "engine:Target", IDS[:1], timeout=60, tree=good, sys_path=[str(good)])
+
+    assert found["SPLIT-BYTES"].headline == "the process was ended by SIGKILL while loading"
+    assert after["SPLIT-BYTES"].outcome == "holds"
+
+
+def test_where_the_tree_lay_is_not_told_whatever_its_name(nursery: Nursery, tmp_path: Path) -> None:
+    tree = tree_of(tmp_path / 'an "odd" plac\u00e9', "raise RuntimeError(__file__)")
+
+    found = judge_tree.judge(nursery, "engine:Target", IDS[:1], timeout=60, tree=tree, sys_path=[str(tree)])
+
+    assert f"RuntimeError: {judge_tree.TREE}/engine.py" in found["SPLIT-BYTES"].headline
 
 
 def test_a_process_that_dies_while_judging_costs_one_verdict(nursery: Nursery, tmp_path: Path) -> None:

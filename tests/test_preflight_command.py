@@ -91,7 +91,12 @@ def test_the_table_names_launch_route_argument_and_change(
         (["--with", "vllm#53574"], "it is merged"),
         (["--markdown"], "--matrix as well"),
         (["--matrix", "--flashinfer", "0.6.18,1.0"], "flashinfer version"),
-        (["--max-batch", "x"], "See sm120-mla --help"),
+        (["--matrix", "--tp", "0"], "tp = 0"),
+        (["--tp", "1" * 5000], "a number"),
+        (["--speculative", f"dspark:{'9' * 5000}"], "dspark:K"),
+        (["--draft-width", "512"], "--speculative dspark:K"),
+        (["--speculative", "dspark:5", "--draft-width", "128"], "draft width = 128"),
+        (["--max-batch", "x"], "See sm120-mla preflight --help"),
     ],
     ids=str,
 )
@@ -116,6 +121,40 @@ def test_a_config_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {(row["layer"], row["value"]) for row in found["launches"] if row["state"] != "ok"} == {
         ("C4A", "256")
     }
+
+
+def test_draft_rows_of_another_width(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--speculative", "dspark:5", "--flashinfer", "0.6.17"]
+    assert "draft rows padded to 512 columns" in asked(capsys, *options)[1]["changes"]
+
+    code, found = asked(capsys, *options, "--draft-width", "512")
+
+    assert code == exits.HELD
+    assert {row["main"]["widths"][0] for row in found["launches"] if row["what"] == "draft"} == {512}
+
+
+def test_many_requests_take_no_longer() -> None:
+    assert cli.run(["preflight", "--max-batch", str(10**12), "--graph-sizes", "1", "--json"]) == exits.HELD
+
+
+def test_a_name_is_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "glm_moe_dsa", "num_hidden_layers": 1, "num_attention_heads": 64}
+    text = json.dumps({**config, "index_topk": 2048, "_name_or_path": "[red]name"})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+
+    assert cli.run(["preflight", "--model", str(tmp_path)]) == exits.HELD
+    assert "[red]name, vllm" in capsys.readouterr().out
+
+
+def test_a_matrix_that_no_engine_starts_is_125(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["preflight", "--matrix", "--tp", "3"]) == exits.NOTHING_JUDGED
+
+
+def test_names_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["preflight", "--list", "--json"]) == exits.HELD
+    known = json.loads(capsys.readouterr().out)
+    assert "deepseek-v4-pro" in known["models"]
+    assert {"0.6.13", "0.7.0", "0.7.4"} <= set(known["FlashInfer"])
 
 
 def test_names(capsys: pytest.CaptureFixture[str]) -> None:

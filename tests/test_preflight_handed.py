@@ -14,6 +14,7 @@ from sm120_mla.envelopes import NOT_SERVED, VERSIONS, for_version
 from sm120_mla.errors import ArgumentError
 from sm120_mla.preflight.handed import DSA_DECODE_WIDTHS, handed
 from sm120_mla.preflight.launches import Cache, Launch
+from sm120_mla.preflight.releases import rules
 
 HEADS = (1, 4, 8, 12, 16, 32, 64, 96, 128, 129)
 WIDTHS = (64, 100, 128, 192, 256, 384, 512, 640, 1024, 1152, 2048, 2176)
@@ -30,6 +31,8 @@ TABLE = {
     ("0.7.4", 64, True): (set(range(1, 129)), None),
     ("0.7.4", 65, False): (GRID, None),
     ("0.7.1", 65, True): (GRID, None),
+    ("0.7.0", 64, True): (set(range(1, 129)), None),
+    ("0.7.0.post1", 65, True): (GRID, None),
 }
 
 
@@ -75,6 +78,8 @@ def test_the_public_function_takes_fewer_heads() -> None:
         ("0.6.14", 65, 32, "wrong"),
         ("0.7.4", 65, 32, "ok"),
         ("0.7.4", 64, 256, "ok"),
+        ("0.7.0", 64, 256, "refused"),
+        ("0.7.0", 65, 256, "refused"),
     ],
 )
 def test_pages_of_the_main_cache(release: str, tokens: int, page: int, state: str) -> None:
@@ -88,29 +93,52 @@ def test_pages_of_the_second_cache(page: int) -> None:
 
     assert handed("0.6.18", few, False)
     assert bool(handed("0.6.18", many, False)) == (page in (2, 64))
+    assert bool(handed("0.7.0", many, False)) == (page in (2, 64))
     assert handed("0.7.4", many, False)
 
 
 @pytest.mark.parametrize(
-    ("release", "tokens", "state"),
-    [("0.6.18", 1, "ok"), ("0.6.18", 2, "wrong"), ("0.6.18", 65, "refused"), ("0.7.4", 65, "ok")],
+    ("release", "tokens", "state", "says"),
+    [
+        ("0.6.18", 1, "ok", ""),
+        ("0.6.18", 2, "wrong", "nothing"),
+        ("0.6.18", 65, "refused", "eidx must be contiguous"),
+        ("0.7.0", 64, "ok", ""),
+        ("0.7.0", 65, "refused", "eidx must be contiguous"),
+        ("0.7.1", 64, "ok", ""),
+        ("0.7.1", 65, "refused", "no decode kernel for this shape"),
+        ("0.7.4", 65, "refused", "no decode kernel for this shape"),
+    ],
 )
-def test_rows_that_lie_apart(release: str, tokens: int, state: str) -> None:
-    apart = launch(tokens, extra=second(width=128, row_stride=2048))
-    assert handed(release, apart, False).state == state
+def test_rows_that_lie_apart(release: str, tokens: int, state: str, says: str) -> None:
+    apart = handed(release, launch(tokens, extra=second(width=128, row_stride=2048)), False)
+
+    assert apart.state == state
+    assert says in apart.says
+    assert apart.argument == ("" if state == "ok" else "extra indices view")
+    assert handed(release, launch(tokens, extra=second(width=2048, row_stride=2048)), False)
+
+
+@pytest.mark.parametrize("extra", [second(128), second(32, width=500)], ids=str)
+def test_what_is_refused_reads_no_wrong_bytes(extra: Cache) -> None:
+    found = handed("0.6.18", launch(65, page=32, extra=extra), False)
+
+    assert (found.state, found.argument) == ("refused", "extra page size")
 
 
 def test_a_ragged_second_row_is_read_past_its_end() -> None:
     ragged = second(width=500)
 
     assert handed("0.6.18", launch(65, extra=ragged), False).argument == "extra indices width"
+    assert handed("0.7.0", launch(65, extra=ragged), False).argument == "extra indices width"
     assert handed("0.6.18", launch(64, extra=ragged), False)
     assert handed("0.7.4", launch(65, extra=ragged), False)
 
 
 def test_a_release_without_kernels_and_one_that_nobody_knows() -> None:
+    assert handed("0.6.13", launch(1), False).argument == "flashinfer version"
     for release in NOT_SERVED:
-        assert handed(release, launch(1), False).argument == "flashinfer version"
+        assert (rules(release) is None) == release.startswith("0.6.")
     with pytest.raises(ArgumentError, match="flashinfer version"):
         handed("9.9", launch(1), False)
 

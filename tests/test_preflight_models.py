@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_every_number_has_a_source_or_is_said_to_be_unknown() -> None:
 
 def test_names() -> None:
     assert by_name("deepseek-ai/DeepSeek-V4-Flash") is by_name("deepseek-v4-flash")
+    assert by_name("deepseek-ai/DeepSeek-V4-Flash-0731") is by_name("deepseek-v4-flash")
     with pytest.raises(ArgumentError, match="deepseek-v4-pro"):
         by_name("deepseek-v5")
 
@@ -99,6 +101,7 @@ def test_a_nested_config_in_other_words() -> None:
     }
     model = from_config(config)
 
+    assert from_config({**config, "index_topk": None, "num_attention_heads": None}) == model
     assert (model.kind, layers(model), model.image_tokens) == ("v4.1", {"SWA": 1, "C1A": 1, "C2A": 1}, 1024)
 
 
@@ -130,6 +133,10 @@ def test_a_pool_tail(topk: int, pool: int, width: int) -> None:
         ({"compress_ratios": [0, 0, 4, "128"]}, "compress_ratios[3]"),
         ({"compress_ratios": None, "layer_types": ["x"] * 4}, "layer_types[0]"),
         ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"compress_ratios": [0, 0, 4.0, 128]}, "compress_ratios[2]"),
+        ({"index_topk": 1 << 31}, "index_topk"),
+        ({"model_type": "deepseek_v32", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": None}, "model_type"),
     ],
     ids=str,
 )
@@ -148,7 +155,21 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
     assert read_config(place).name == "my-model"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None])
+def test_a_name_is_a_line_of_text_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
+    text = json.dumps({**V4, "_name_or_path": "owner/a\x1b[31m[b]\n/"})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
+
+    assert read_config(tmp_path).name == "a[31m[b]"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+
+    with pytest.raises(ArgumentError, match="pipe"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None, "[" * 100_000])
 def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from sm120_mla.preflight import engines, models
 from sm120_mla.preflight.hazards import hazards, over_budget
-from sm120_mla.preflight.judge import Report, Request, preflight
+from sm120_mla.preflight.judge import Report, Request, judge, preflight
 from sm120_mla.preflight.launches import Setup, Speculation
 
 WIDE_WINDOW = models.from_config(
@@ -128,8 +128,16 @@ ROWS = (
         f"{VLLM}/pull/53574",
         NARROW,
         Fault("verify C128A", 60, 32, "extra indices view", STRIDED, "wrong", "nothing"),
-        replace(NARROW, flashinfer="0.7.4"),
+        replace(NARROW, flashinfer="0.7.4", more={"max_batch": 10}),
         "FlashInfer 0.7.1",
+    ),
+    ReportRow(
+        "B01, in 0.7",
+        f"{VLLM}/pull/53574",
+        replace(NARROW, flashinfer="0.7.4"),
+        Fault("verify C128A", 66, 32, "extra indices view", STRIDED, says="no decode kernel for this shape"),
+        replace(NARROW, flashinfer="0.7.4", without=()),
+        "vllm with vllm#53574",
     ),
     ReportRow(
         "B08",
@@ -426,6 +434,24 @@ def test_what_a_hopper_kernel_asks_for_does_not_fit() -> None:
     assert over_budget(196_608, (12, 1))
     assert not over_budget(196_608, (9, 0))
     assert not over_budget(101_376, (12, 0))
+
+
+def test_fewer_requests_are_no_way_out_where_their_launches_have_no_route() -> None:
+    """8 heads above 64 rows and width 192 below: with at most 10 requests the drafts have width 192 still."""
+    report = preflight(replace(EIGHT, speculative="dspark:5").request())
+    above = dict(report.changes)["draft", "SWA", True]
+
+    assert [change.text for change in above if change.kind == "batch"] == []
+    assert [c.text for c in dict(report.changes)["verify", "C4A", True] if c.kind == "batch"]
+
+
+def test_every_change_offered_gives_a_route() -> None:
+    for row in ROWS:
+        for (what, layer, many), changes in preflight(row.asked.request()).changes:
+            for change in changes:
+                after = [r for r in judge(change.apply()) if r.launch.key == (what, layer)]
+                same = [r for r in after if (r.launch.most > 64) == many] or after
+                assert [str(r.launch) for r in same if not r.verdict] == [], (row.id, change.text)
 
 
 def test_enough_reports_of_each_class() -> None:

@@ -13,7 +13,7 @@ from sglang_trees import OLD, sglang_tree, split_module
 
 from sm120_mla import case as case_module
 from sm120_mla import device
-from sm120_mla.case import IndexSpec, OrderCase, SplitCase, Step
+from sm120_mla.case import AttnCase, CacheSpec, IndexSpec, OrderCase, SplitCase, Step
 from sm120_mla.errors import ArgumentError
 from sm120_mla.targets.base import Support
 from sm120_mla.targets.roomy import RoomyAllocations
@@ -286,13 +286,14 @@ def test_a_drawn_boot_of_an_empty_tree_or_of_one_that_declines_holds_nothing(
 ) -> None:
     fixed = made(split_module(page_size=False))
     for target, word in ((SglangTarget(str(FAULT_CASES)), "absent"), (fixed, "unknown")):
-        boot_ = Boot(target, OrderCase(page_size=128))
-        log = boot_.new_log()
-        log.notes += [boot_.do(n, Step(do=do)) for n, do in enumerate(("load", "build", "split"))]
+        for steps in (("load", "build", "split"), ("restart",), ("build", "load")):
+            boot_ = Boot(target, OrderCase(page_size=128))
+            log = boot_.new_log()
+            log.notes += [boot_.do(n, Step(do=do)) for n, do in enumerate(steps)]
 
-        for id in ("BUF-GUARD", "BUF-WRITABLE", "BUF-ADDRESS", "BUF-KEY", "META-VIEW", "GRAPH-REPLAY"):
-            said = "absent" if id == "META-VIEW" else word
-            assert boots.judged(id, log).outcome == said, id
+            for id in ("BUF-GUARD", "BUF-WRITABLE", "BUF-ADDRESS", "BUF-KEY", "META-VIEW", "GRAPH-REPLAY"):
+                said = "absent" if id == "META-VIEW" else word
+                assert boots.judged(id, log).outcome == said, id
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -334,6 +335,18 @@ def test_a_right_decode_holds_with_bf16_dots_too(
         for id in ("ATTN-VALUE", "ATTN-LSE", "ATTN-EMPTY", "ATTN-DONTCARE", "ATTN-ROWS")
     }
     assert set(outcomes.values()) == {"holds"}, outcomes
+
+
+def test_lengths_that_do_not_fit_its_32_bits_are_declined(made: Callable[..., SglangTarget]) -> None:
+    """The engine passes no others."""
+    target = made(split_module(), decode="sum")
+    index = IndexSpec(rows=1, width=20, kinds=("valid",), lengths="beyond", length_dtype="int64")
+    case = AttnCase(tokens=1, heads=4, main=CacheSpec(page_size=256, pages=1, index=index))
+
+    found = judged(target, "ATTN-VALUE", case)
+
+    assert found.unknown
+    assert "32 bits" in found.headline
 
 
 @pytest.mark.parametrize(("folded", "said"), [(True, "includes the sink"), (False, "leaves the sink out")])

@@ -654,6 +654,24 @@ def test_merge_weighs_parts_and_ignores_empty_ones(parts):
     assert not call.out[:, 1:].any()
 
 
+def test_a_merge_rounds_once_and_to_nearest_even():
+    # A part that is all there is comes out as torch rounds it: budgets allow a truncated store.
+    out = torch.randn(2, 2, 3, DIM, generator=generator(6))
+    logs = torch.full((2, 2, 3), -math.inf)
+    logs[:, 1] = 0.0
+    call = Attention(queries(2, 3), make_cache(2, 1)).call()
+    TritonBackend()._merge(call, out.to(DEVICE), logs.to(DEVICE), 2)
+    assert same_bits(call.out.cpu(), out[:, 1].bfloat16())
+
+
+def test_parts_are_kept_in_fp32():
+    a = both_caches()
+    a.run(small(splits=2))
+    (part,) = (t for name, t in a.buffers.tensors().items() if name.startswith("mla-partial-out/"))
+    assert part.dtype == torch.float32
+    assert (part != part.bfloat16().float()).double().mean() > 0.9
+
+
 # ---- plans
 
 
@@ -775,6 +793,19 @@ def test_a_reservation_covers_every_smaller_batch(heads, kinds, monkeypatch):
     for tokens in range(1, 41):
         chosen = plan(tokens, heads, (128, 512), (9, 0), interpreted=False)
         for name, elements in backend.scratch_elements(chosen, tokens, heads, 10).items():
+            assert elements <= next(n for k, n in have.items() if k.startswith(f"{name}/"))
+
+
+@pytest.mark.parametrize("left", [(128, 0), (64, 0)])
+def test_a_reservation_covers_calls_that_leave_a_cache_out(left, monkeypatch):
+    # Fewer columns may be split into more parts as well: here 47 rows of 128 are, and of 128 + 64 not.
+    monkeypatch.setattr(backend, "plan", lambda *args, **_: plan(*args[:3], (12, 0), interpreted=False))
+    buffers = PersistentBuffers()
+    reserve_attention(queries(47, 16), width=128, extra_width=64, buffers=buffers)
+    have = {n: t.numel() for n, t in buffers.tensors().items()}
+    for tokens in range(1, 48):
+        chosen = plan(tokens, 16, left, (12, 0), interpreted=False)
+        for name, elements in backend.scratch_elements(chosen, tokens, 16, left[0] // 32).items():
             assert elements <= next(n for k, n in have.items() if k.startswith(f"{name}/"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from sm120_mla import device
 from sm120_mla.case import SplitCase, SubjectCase
 from sm120_mla.errors import ArgumentError, UnavailableError
 from sm120_mla.targets.base import AbsentError, Support
+from sm120_mla.targets.own import patched
 from sm120_mla.testing import check, report, verdict
 from sm120_mla.testing.verdict import (
     FAMILIES,
@@ -155,6 +157,30 @@ def test_a_target_that_lacks_something_is_unknown(error: Exception) -> None:
     assert found.unknown
     assert not found.raised
     assert str(error) in found.headline
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_what_a_copy_of_the_package_lacks_is_unknown_too(wrapped: bool) -> None:
+    case = SplitCase()
+
+    with patched([], "own copy") as target:
+        errors = importlib.import_module(f"{target.compile_origin()[0]}.errors")
+        error = errors.UnavailableError("triton", "it is missing", "Install it.")
+        found = judge(asking(raising(TargetRaised("split", error) if wrapped else error)), target, case)
+
+    assert not isinstance(error, UnavailableError)
+    assert found.unknown
+    assert not found.raised
+    assert str(error) in found.headline
+
+
+def test_another_projects_error_of_that_name_is_a_violation() -> None:
+    error = type("UnavailableError", (RuntimeError,), {"__module__": "vllm.errors"})("busy")
+
+    found = judge(asking(raising(TargetRaised("split", error))), Stub(), SplitCase())
+
+    assert found.violated
+    assert found.raised
 
 
 def test_a_check_that_lacks_something_is_unknown() -> None:

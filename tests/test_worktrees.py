@@ -58,8 +58,10 @@ def test_nothing_of_the_repository_changes(tmp_path: Path) -> None:
     hook.chmod(0o755)
     git(repo, "config", "filter.evil.smudge", f"touch {tmp_path}/smudged; cat")
     commit(repo, {".gitattributes": "*.py filter=evil\n"})
+    git(repo, "config", "filter.evil.clean", f"touch {tmp_path}/cleaned; cat")
+    git(repo, "config", "filter.evil.required", "true")
     git(repo, "config", "core.fsmonitor", f"touch {tmp_path}/monitored")
-    (repo / "engine.py").write_text("not committed\n")
+    (repo / "engine.py").write_text("# 9\ng\n")  # as long as it was: only its content tells
     os.utime(repo / ".gitattributes", (1, 1))  # a status would like to refresh the index
     before = state(repo)
 
@@ -166,6 +168,15 @@ def _terminated(aside: Path, tree: Path) -> None:
 
 
 # ---- commits
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_line_is_of_first_parents(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def reserve_attention(
         extra_width: columns of the extra index rows, 0 without an extra cache.
         scope: as the calls will have it.
 
-    Fewer rows may be split into more parts, so that every batch size up to T is looked at. Raises
-    ``ArgumentError``.
+    Fewer rows may be split into more parts, so that every batch size up to T is looked at; and each cache
+    alone, as one without pages is left out of a call. Raises ``ArgumentError``.
     """
     if q.dim() != 3:
         raise ArgumentError("q.shape", tuple(q.shape), "[T, H, 512]", "Pass the q of the largest batch.")
@@ -166,10 +166,12 @@ def reserve_attention(
     capability = device.capability(q.device)
     heads, widths = q.shape[1], (width, extra_width)
     need: dict[str, int] = {}
-    for tokens in range(1, q.shape[0] + 1):
-        chosen = plan(tokens, heads, widths, capability)
-        for name, elements in scratch_elements(chosen, tokens, heads, _tiles(widths, chosen.config)).items():
-            need[name] = max(need.get(name, 0), elements)
+    for looked_at in {widths, (width, 0), (extra_width or width, 0)}:
+        for tokens in range(1, q.shape[0] + 1):
+            chosen = plan(tokens, heads, looked_at, capability)
+            tiles = _tiles(looked_at, chosen.config)
+            for name, elements in scratch_elements(chosen, tokens, heads, tiles).items():
+                need[name] = max(need.get(name, 0), elements)
     _scratch(q, need, buffers, scope, widths)
 
 

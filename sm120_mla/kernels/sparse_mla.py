@@ -201,6 +201,7 @@ def sparse_mla_kernel(
             tl.store(lse + (row * splits + split) * heads + head, _NEVER, mask=in_heads)
             return
 
+    tl.static_assert(BLOCK_N <= 64)  # the lanes of a tile are the bits of one word
     bit = tl.arange(0, BLOCK_N).to(tl.int64)
     one = tl.full([BLOCK_N], 1, tl.int64)
     queries = load_queries(q + row * q_t + head * q_h, in_heads, FIRSTS, WIDTHS)

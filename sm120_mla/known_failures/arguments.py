@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .row import KnownFailure, likely, named
+from .row import KnownFailure, likely, named, symptom
 
 __all__ = ["ROWS"]
 
@@ -11,18 +11,21 @@ _LOCALS = (
     "etl extra_topk_length, ix an index tensor. "
 )
 
+_LOCAL = r"\b(?P<argument>q|kv|kv_cache|indices|output|out_lse|tl|s|ekv|etl|ix) ?must be contiguous"
+
 ROWS = (
     KnownFailure(
         id="b-extra-indices-view",
         title="the extra (C128A) index rows are a narrow view of a wider buffer",
         signatures=(named("eidx must be contiguous"),),
         engine="vLLM with FlashInfer",
-        versions="vLLM from the adaptive width to pull request 53574; FlashInfer 0.6.14 to 0.6.18",
+        versions="vLLM from the adaptive width to pull request 53574; FlashInfer 0.6.14 to 0.7.0",
         invariants=("META-VIEW", "META-STRIDE", "ROUTE-CONTRACT"),
         cause="The adaptive width hands over columns [:width] of a buffer of full capacity, whose rows are "
         "not adjacent. Up to 64 rows nobody looks; a verify batch of 11 requests with 5 drafts has 66.",
         remedy="On capability 12.x pass full-width rows (pull request 53574). A .contiguous() is no fix: it "
-        "allocates every step and breaks capture. FlashInfer 0.7 takes row strides.",
+        "allocates every step and breaks capture. FlashInfer 0.7 takes row strides up to 64 rows only; above "
+        "them it says, from 0.7.1 on, that the shape has no decode kernel.",
         references=("vllm-project/vllm#53574", "flashinfer-ai/flashinfer#5075"),
         example="RuntimeError: Check failed: (eidx.IsContiguous()) is false: eidx must be contiguous",
         reports=("B01",),
@@ -31,15 +34,18 @@ ROWS = (
         id="b-not-contiguous",
         title="an argument of FlashInfer's prefill is not contiguous",
         signatures=(
-            likely(
+            likely("must be contiguous", rf"IsContiguous\(\).*{_LOCAL}"),
+            likely("must be contiguous at last dimension", rf"{_LOCAL} at last dimension"),
+            symptom(
                 "must be contiguous",
-                r"\b(?P<argument>q|kv|kv_cache|indices|output|out_lse|tl|s|ekv|etl|ix) ?must be contiguous\b",
+                rf"{_LOCAL}(?! (?:in|for)\b)",
+                near=("flashinfer", "sparse_mla", "sparse-MLA"),
             ),
             named("indices must be dense row-major over the token dimension"),
             named("indices shape/stride mismatch"),
         ),
         engine="FlashInfer",
-        versions="0.6.14 to 0.6.18 above 64 rows; 0.7 at any number",
+        versions="0.6.14 to 0.7.0 above 64 rows; later at any number, index rows apart",
         invariants=("ROUTE-CONTRACT",),
         cause=_LOCALS + "Decode (up to 64 rows) does not check and reads wrong rows instead.",
         remedy="Allocate the tensor at the width it is used at, and hand over that; check at 64 and at 65 "

@@ -74,8 +74,9 @@ ROWS = (
         engine="vLLM with DeepGEMM on SM12x",
         versions="vLLM 0.26 and later, July 2026",
         invariants=("META-VALUES", "ATTN-DONTCARE"),
-        cause="A selection by comparison never selects NaN; its slot keeps what shared memory held. The NaN "
-        "comes from an unsynchronised logits kernel, differs by launch and stays within one.",
+        cause="A selection by comparison never selects NaN; its slot keeps what shared memory held. Whence "
+        "the NaN is not settled: an analysis there blames an unsynchronised logits kernel. It differs by "
+        "launch and stays within one.",
         remedy="Fill the top-k output with -1 first and check the logits; one launch proves nothing, "
         "repeat it.",
         references=("vllm-project/vllm#49896", "vllm-project/vllm#53906"),

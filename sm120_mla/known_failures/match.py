@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from . import FAILURES
 from .row import KnownFailure, Signature, Strength
 
-__all__ = ["Diagnosis", "Match", "Sighting", "diagnose"]
+__all__ = ["PASTE", "Diagnosis", "Match", "Sighting", "diagnose", "diagnose_paste"]
 
 BLOCK = 1 << 22
 """Bytes read at a time."""
 
 LONGEST_LINE = 1 << 24
 """Bytes after which a line is cut."""
+
+PASTE = 1 << 12
+"""Bytes up to which a text counts as pasted: a terminal or a report may have wrapped its lines."""
 
 SHOWN = 3
 """Sightings kept of each failure, and last lines kept that look like an error."""
@@ -40,9 +44,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Match:
-    "One failure found: ``count`` lines show it, the first few are ``sightings``, the last is"
-
-    "``last_line``."
+    """One failure found: ``count`` lines show it, the first few are ``sightings``, the last ``last_line``."""
 
     failure: KnownFailure
     strength: Strength
@@ -74,10 +76,32 @@ class Diagnosis:
 
 def diagnose(stream: BinaryIO, failures: Sequence[KnownFailure] = FAILURES) -> Diagnosis:
     """Read ``stream`` to its end. Memory does not grow with it, unless one line has more than 16 MiB."""
-    scan = _Scan(failures)
+    return _read(stream, _Scan(failures))
+
+
+def _read(stream: BinaryIO, scan: _Scan) -> Diagnosis:
     for block in _blocks(stream):
         scan.feed(block)
     return scan.result()
+
+
+def diagnose_paste(text: bytes, failures: Sequence[KnownFailure] = FAILURES) -> Diagnosis:
+    """As ``diagnose``; up to ``PASTE`` bytes also with its lines as one and in any case, if that shows more.
+
+    Sightings in joined lines are in line 1.
+    """
+    found = diagnose(io.BytesIO(text), failures)
+    if len(text) > PASTE:
+        return found
+    lines = [line.strip() for line in text.splitlines()]
+    for glue in (b" ", b"") if len(lines) > 1 else ():  # wrapped between words, or cut at a column
+        joined = diagnose(io.BytesIO(glue.join(lines)), failures)
+        if {m.failure.id for m in joined.matches} > {m.failure.id for m in found.matches}:
+            found = replace(joined, lines=found.lines, bytes=found.bytes, suspects=found.suspects)
+    if not found.matches:
+        shouted = _read(io.BytesIO(text), _Scan(failures, any_case=True))
+        found = replace(shouted, suspects=found.suspects)
+    return found
 
 
 def _blocks(stream: BinaryIO) -> Iterator[bytes]:
@@ -107,8 +131,9 @@ class _Found:
 
 
 class _Scan:
-    def __init__(self, failures: Sequence[KnownFailure]) -> None:
+    def __init__(self, failures: Sequence[KnownFailure], any_case: bool = False) -> None:
         self.failures = failures
+        self.any_case = any_case
         self.lines = self.bytes = 0
         self.ended = True  # the last block ended with a newline
         self.found: dict[int, _Found] = {}
@@ -116,25 +141,31 @@ class _Scan:
         self.owners: dict[bytes, list[tuple[int, int, re.Pattern[str]]]] = {}
         for number, failure in enumerate(failures):
             for bit, signature in enumerate(failure.signatures):
-                pattern = re.compile(signature.pattern or re.escape(signature.text))
-                self.owners.setdefault(signature.text.encode(), []).append((number, bit, pattern))
+                flags = re.IGNORECASE if any_case else 0
+                pattern = re.compile(signature.pattern or re.escape(signature.text), flags)
+                anchor = self._cased(signature.text.encode())
+                self.owners.setdefault(anchor, []).append((number, bit, pattern))
         self.anchors = (*self.owners, *(s for s in _SUSPECTS if s not in self.owners))
         self.near = {t: False for f in failures for s in f.signatures for t in s.near}
+
+    def _cased(self, text: bytes) -> bytes:
+        return text.lower() if self.any_case else text
 
     def feed(self, block: bytes) -> None:
         """Search one block of whole lines."""
         self.bytes += len(block)
         if b"\x1b" in block:
             block = _ESCAPES.sub(b"", block)
+        searched = self._cased(block)
         for text, seen in self.near.items():
-            self.near[text] = seen or text.encode() in block
+            self.near[text] = seen or self._cased(text.encode()) in searched
         starts = set()
         for anchor in self.anchors:
-            at = block.find(anchor)
+            at = searched.find(anchor)
             while at >= 0:
                 starts.add(block.rfind(b"\n", 0, at) + 1)
                 end = block.find(b"\n", at)
-                at = block.find(anchor, end) if end >= 0 else -1
+                at = searched.find(anchor, end) if end >= 0 else -1
         number, counted = self.lines + 1, 0
         for start in sorted(starts):
             number += block.count(b"\n", counted, start)
@@ -149,7 +180,7 @@ class _Scan:
         masks: dict[int, int] = {}
         hits: dict[int, tuple[int, dict[str, str]]] = {}
         for anchor, owners in self.owners.items():
-            if anchor not in raw:
+            if anchor not in self._cased(raw):
                 continue
             for failure, bit, pattern in owners:
                 hit = pattern.search(line)

@@ -56,9 +56,10 @@ ROWS = (
         versions="0.6.18; in 0.7 only where the prefill envelope refuses too",
         invariants=("ROUTE-TOTAL",),
         cause="Decode is built for heads 8, 16, 32, 64, 128, widths 128, 192, 256, 512, 1024 and main "
-        "pages of 64 tokens. In 0.7 any width goes up to 64 rows, and above them multiples of 64.",
-        remedy="Pad the width to a listed one with -1, split pages to 64 tokens, or take FlashInfer 0.7. "
-        + _ASK,
+        "pages of 64 tokens. In 0.7 any width goes up to 64 rows; above them it is a multiple of 64, and "
+        "index rows that lie apart are refused with these words.",
+        remedy="Pad the width to a listed one with -1, split pages to 64 tokens, or take FlashInfer 0.7.1; "
+        "there, hand over dense index rows above 64. " + _ASK,
         references=("flashinfer-ai/flashinfer#4541", "flashinfer-ai/flashinfer#4380"),
         example="ValueError: SM120 sparse-MLA has no decode kernel for this shape: num_tokens=5, "
         "num_heads=64, topk=384, d_qk=512, page_block_size=64, model_type=1, extra_topk=0.",
@@ -73,7 +74,7 @@ ROWS = (
         invariants=("ROUTE-TOTAL",),
         cause="Above 64 rows: one cache takes widths 128, 512, 1024, 2048 (192 and 256 from 0.6.18), two "
         "caches take main width 128 and extra pages of 64 or 2 tokens only; 8 heads from 0.6.18.",
-        remedy="Batches of at most 64 rows, a listed width, or FlashInfer 0.7, where these are run-time "
+        remedy="Batches of at most 64 rows, a listed width, or FlashInfer 0.7.1, where these are run-time "
         "arguments. " + _ASK,
         references=("flashinfer-ai/flashinfer#3828", "flashinfer-ai/flashinfer#5135"),
         example="tvm.error.InternalError: Check failed: (ok) is false: Unsupported sparse-MLA prefill "
@@ -194,11 +195,11 @@ ROWS = (
             ),
         ),
         engine="sglang and vLLM with FlashInfer",
-        versions="FlashInfer 0.6.14 to 0.6.18",
+        versions="FlashInfer 0.6.14 to 0.7.0",
         invariants=("ROUTE-TOTAL", "ROUTE-CONTRACT"),
         cause="Layers of compress ratio 1 have extra pages of 128 tokens; the main cache was split to 64, "
         "the extra one was not.",
-        remedy="Split both caches, each into a buffer of its own, or take FlashInfer 0.7.",
+        remedy="Split both caches, each into a buffer of its own, or take FlashInfer 0.7.1.",
         references=("sgl-project/sglang#39914", "flashinfer-ai/flashinfer#5244", "sgl-project/sglang#38969"),
         example="Unsupported sparse-MLA prefill configuration: model=DSV4 num_heads=16 topk=128 "
         "page_block_size=64 topk_extra=1152 extra_page_block_size=128",
@@ -213,12 +214,12 @@ ROWS = (
             named(_PREFILL, _with(_SHAPE + _PAGES, page_block_size=r"(?!64\b)\d+")),
         ),
         engine="vLLM V4.1, or any engine that does not split",
-        versions="FlashInfer 0.6.14 to 0.6.18",
+        versions="FlashInfer 0.6.14 to 0.7.0",
         invariants=("ROUTE-CONTRACT", "SPLIT-INDEX"),
-        cause="Decode is compiled for pages of 64 tokens. Prefill does not check, and reads any other page "
+        cause="Kernels are compiled for pages of 64 tokens. Prefill of 0.6 does not check, and reads another "
         "as if it had 64: wrong output with no error.",
         remedy="Split pages to 64 tokens before both (sm120_mla.split_pages), choose a block size that "
-        "gives 64, or take FlashInfer 0.7.",
+        "gives 64, or take FlashInfer 0.7.1.",
         references=(
             "flashinfer-ai/flashinfer#5323",
             "flashinfer-ai/flashinfer#3395",
@@ -278,7 +279,7 @@ ROWS = (
             likely("cancelled", r"RuntimeError\(?:? ?[\"']?cancelled", near=("shm_broadcast",)),
         ),
         engine="vLLM and sglang with FlashInfer, first seen on DGX Spark",
-        versions="FlashInfer 0.6.14 to 0.6.17 (fixed in 0.6.18); swapAB prefill until September 2026",
+        versions="FlashInfer 0.6.14 to 0.6.17 (fixed in 0.6.18); swapAB prefill of main builds before 0.7.0",
         invariants=("ROUTE-TOTAL", "ATTN-ROWS"),
         cause="Requests times (1 + drafts) above 64 rows take the prefill kernel, whose barrier can be "
         "passed twice; padded rows of a captured verify batch with stale indices hang as well. One such "

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..contract import DECODE_MAX_ROWS, IndexTensor, needs, refusal
-from ..envelopes import NOT_SERVED, TILE, Envelope, for_version, widths
-from .launches import Cache, Launch
+from ..envelopes import NOT_SERVED, TILE, Envelope, widths
+from .launches import Launch
+from .releases import rules
 
 __all__ = ["DSA_DECODE_WIDTHS", "DSA_PREFILL_WIDTHS", "SERVED_HEADS", "Verdict", "handed"]
 
@@ -48,19 +49,19 @@ class Verdict:
 
 def handed(version: str, launch: Launch, public_api: bool) -> Verdict:
     """The verdict of that release. Raises ``ArgumentError`` for one that no table holds."""
-    release = version.split("+")[0]
-    if release in NOT_SERVED:
-        expected = "a release that this project has read and serves"
+    envelope = rules(version)
+    if envelope is None:
+        release = version.split("+")[0]
+        expected = "a release with kernels for SM120"
         return Verdict("refused", "", "flashinfer version", f"{release}: {NOT_SERVED[release]}", expected)
-    envelope = for_version(version)
     decode = launch.most <= DECODE_MAX_ROWS
-    route = f"flashinfer {'decode' if decode else 'prefill'}"
     unchecked = decode and envelope.contract == "A/B"  # the dispatch tables are all that looks
-    for check in (_shape, _pages, _views) if unchecked else (_views, _shape, _pages):
-        found = check(envelope, launch, decode, public_api)
-        if found is not None:
-            return found
-    return Verdict("ok", route)
+    checks = (_shape, _pages, _views) if unchecked else (_views, _shape, _pages)
+    found = [said for check in checks if (said := check(envelope, launch, decode, public_api)) is not None]
+    if not found:
+        return Verdict("ok", f"flashinfer {'decode' if decode else 'prefill'}")
+    # What is refused does not run, so nothing of it reads wrong bytes.
+    return next((said for said in found if said.state == "refused"), found[0])
 
 
 def _says(envelope: Envelope, decode: bool) -> str:
@@ -79,6 +80,10 @@ def _views(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -
     rows, least = launch.most, min(cache.widths)
     tensor = IndexTensor("eidx", (rows, least), (cache.row_stride, 1), "int32")
     said = refusal(tensor, rows, envelope.contract)
+    if said is None and not decode and least != cache.row_stride:
+        # 0.7 takes strides in decode only: csrc/sparse_mla_sm120/attention_resolve.cu, "prefill extra
+        # indices must be dense", at 0.7.1 and 0.7.4. No candidate is left, so it says the shape has none.
+        said = "eidx must be contiguous" if envelope.main_page else _NEWER
     value = f"{least} of {cache.row_stride} columns"
     if said is not None:
         return Verdict("refused", "", "extra indices view", value, "contiguous rows", said)
@@ -104,7 +109,7 @@ def _shape(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -
     if served is None and not decode and width % TILE:
         return Verdict("refused", "", "indices width", str(width), f"a multiple of {TILE}", says)
     ragged = [n for n in launch.extra.widths if n % TILE] if launch.extra is not None else []
-    if ragged and not decode and envelope.contract == "A/B":
+    if ragged and not decode and envelope.gathers_slot_zero:  # the same releases
         said = "nothing: it reads up to 63 columns past each row"
         return Verdict("wrong", "", "extra indices width", str(ragged[0]), f"a multiple of {TILE}", said)
     return None
@@ -129,23 +134,18 @@ def _served_widths(envelope: Envelope, launch: Launch, decode: bool) -> tuple[in
 
 
 def _pages(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -> Verdict | None:
+    served = envelope.prefill_extra_pages
+    if not decode and launch.extra is not None and served is not None and launch.extra.page not in served:
+        expected = f"{_one_of(served)} tokens"
+        return Verdict("refused", "", "extra page size", str(launch.extra.page), expected, _PREFILL)
     page = launch.main.page
-    if envelope.main_page is not None and page != envelope.main_page:
-        expected = f"{envelope.main_page} tokens"
-        if decode:
-            return Verdict("refused", "", "page size", str(page), expected, _says(envelope, decode))
-        said = "nothing: it addresses every page as 64 tokens"
-        return Verdict("wrong", "", "page size", str(page), expected, said)
-    if decode or launch.extra is None or envelope.prefill_extra_pages is None:
+    if envelope.main_page in (None, page):
         return None
-    return _extra_page(envelope, launch.extra)
-
-
-def _extra_page(envelope: Envelope, cache: Cache) -> Verdict | None:
-    served = envelope.prefill_extra_pages or ()
-    if cache.page in served:
-        return None
-    return Verdict("refused", "", "extra page size", str(cache.page), f"{_one_of(served)} tokens", _PREFILL)
+    expected = f"{envelope.main_page} tokens"
+    if decode or envelope.contract == "C/D":
+        return Verdict("refused", "", "page size", str(page), expected, _says(envelope, decode))
+    said = "nothing: it addresses every page as 64 tokens"
+    return Verdict("wrong", "", "page size", str(page), expected, said)
 
 
 def _one_of(values: tuple[int, ...]) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..contract import DECODE_MAX_ROWS
-from ..envelopes import VERSIONS, Envelope, for_version
+from ..envelopes import Envelope
 from ..widths import C128A_RATIO, active_width, capacity
 from .judge import Request, Row, verdict
 from .launches import Launch, draft_width
+from .releases import rules
 
 __all__ = ["SHARED_MEMORY", "Hazard", "hazards", "over_budget"]
 
@@ -47,8 +48,7 @@ def over_budget(nbytes: int, capability: tuple[int, int]) -> bool:
 def hazards(request: Request, rows: tuple[Row, ...]) -> tuple[Hazard, ...]:
     """Those that apply, most dangerous first."""
     launches = tuple(row.launch for row in rows)
-    release = request.setup.flashinfer.split("+")[0]
-    envelope = for_version(release) if release in VERSIONS else None
+    envelope = rules(request.setup.flashinfer)
     found = [check(request, launches, envelope) for check in _CHECKS]
     return tuple(hazard for hazard in found if hazard is not None)
 
@@ -127,13 +127,15 @@ def _cutoff(request: Request, launches: tuple[Launch, ...], envelope: Envelope |
     both = [" ".join(key) for key in sorted(few & many) if key[0] != "prefill"]
     if envelope is None or not both or not _direct(request):
         return None
-    tokens = request.setup.speculation.tokens
+    setup = request.setup
+    most = DECODE_MAX_ROWS // (1 + setup.speculation.tokens) * setup.dp
+    keep = f"at most {most} requests at once keep" if most else "fewer draft tokens, so that a request keeps"
     return Hazard(
         "cutoff-64",
         "batches cross 64 rows, where FlashInfer changes kernel, tables, contiguity checks and arithmetic",
         "max-batch",
         ", ".join(both),
-        f"at most {DECODE_MAX_ROWS // (1 + tokens)} requests at once keep to the decode kernel",
+        f"{keep} to the decode kernel",
         "DeepSeek-v4-Flash-DSpark-2x-DGX-Spark issue 141; vllm pull 53574",
     )
 

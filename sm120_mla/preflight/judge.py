@@ -26,6 +26,9 @@ BACKENDS = {
 }
 """Who runs the launches."""
 
+_Side = tuple[str, str, bool]
+"""``Launch.side``."""
+
 _FLASHMLA_MAJORS = (9, 10)
 _LANE = 16
 
@@ -185,20 +188,29 @@ def preflight(request: Request) -> Report:
     if not bad:
         return Report(request, rows, (), ())
     tried = list(_tried(_candidates(request)))
-    if any(all(side in after for _, after in tried) for side in bad):
+    if not all(any(_helps(side, after) for _, after in tried) for side in bad):
         tried += _tried(_pairs(request))
-    changes = tuple((side, tuple(c for c, after in tried if side not in after)) for side in bad)
-    return Report(request, rows, changes, tuple(change for change, after in tried if not after))
+    changes = tuple((side, tuple(c for c, after in tried if _helps(side, after))) for side in bad)
+    return Report(request, rows, changes, tuple(c for c, after in tried if all(after.values())))
 
 
-def _tried(candidates: Iterator[Change]) -> Iterator[tuple[Change, set[tuple[str, str, bool]]]]:
-    """Each change with the launches that still have no route after it."""
+def _tried(candidates: Iterator[Change]) -> Iterator[tuple[Change, dict[_Side, bool]]]:
+    """Each change with the launches that there are after it, and whether all of a side have a route."""
     for change in candidates:
         try:
             rows = judge(change.apply())
         except ArgumentError:  # no engine starts so
             continue
-        yield change, {row.launch.side for row in rows if not row.verdict}
+        after: dict[_Side, bool] = {}
+        for row in rows:
+            after[row.launch.side] = after.get(row.launch.side, True) and bool(row.verdict)
+        yield change, after
+
+
+def _helps(side: _Side, after: dict[_Side, bool]) -> bool:
+    """Whether the launches of a side have a route: where there are none left, those they have become."""
+    what, layer, many = side
+    return after.get(side, after.get((what, layer, not many), True))
 
 
 def _pairs(request: Request) -> Iterator[Change]:

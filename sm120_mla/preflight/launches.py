@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..contract import DECODE_MAX_ROWS
-from ..envelopes import VERSIONS, for_version
 from ..errors import ArgumentError
 from ..widths import C128A_RATIO, active_width, align, capacity, positive
 from .engines import Engine
 from .models import Layer, Model
+from .releases import rules
 
 __all__ = ["Cache", "Launch", "Setup", "Speculation", "draft_width", "graph_batches", "launches"]
 
@@ -33,7 +33,7 @@ class Speculation:
     @classmethod
     def parse(cls, text: str, model: Model | None = None) -> Speculation:
         """``none``, ``mtp``, ``mtp:K``, ``dspark:K``; without K the model's own. Raises ``ArgumentError``."""
-        found = re.fullmatch(r"(none|mtp|dspark)(?::([0-9]+))?", text.strip().lower())
+        found = re.fullmatch(r"(none|mtp|dspark)(?::([0-9]{1,9}))?", text.strip().lower())
         if found is None or (found[1] == "none" and found[2]):
             raise ArgumentError("speculative", repr(text), "none, mtp:K or dspark:K", "Correct it.")
         scheme, given = found[1], found[2]
@@ -221,12 +221,12 @@ def _eager(setup: Setup) -> Iterator[Launch]:
     captured = max(graph_batches(setup), default=0)
     beyond = range(captured + 1, setup.local_batch + 1)
     per, what = _target(setup)
-    for first, last in _sides([size * per for size in beyond]):
+    for first, last in _sides(_ends(beyond, per)):
         for layer in setup.model.layers:
             yield from _launch(setup, "serving", what, layer, first, last)
     draft = _draft(setup)
     if draft is not None:
-        for first, last in _sides([size * draft[1] for size in beyond]):
+        for first, last in _sides(_ends(beyond, draft[1])):
             yield from _launch(setup, "serving", "draft", draft[0], first, last)
     ends = [1, min(DECODE_MAX_ROWS, setup.prefill_chunk), DECODE_MAX_ROWS + 1, setup.prefill_chunk]
     for first, last in _sides([rows for rows in ends if rows <= setup.prefill_chunk]):
@@ -250,6 +250,13 @@ def _draft(setup: Setup) -> tuple[Layer, int] | None:
         return None
     name = "DSA" if setup.model.kind == "dsa" else "SWA"
     return Layer(name, 0, setup.model.draft_layers), tokens if scheme == "dspark" else 1 + tokens
+
+
+def _ends(requests: range, per: int) -> list[int]:
+    """Rows of the first and the last of these batches and of those next to 64; ``per``: of a request."""
+    last = DECODE_MAX_ROWS // per  # the largest batch that decodes
+    ends = {requests.start, last, last + 1, requests.stop - 1}
+    return [size * per for size in sorted(ends) if size in requests]
 
 
 def _sides(rows: list[int]) -> Iterator[tuple[int, int]]:
@@ -291,10 +298,10 @@ def _heads(setup: Setup, rows: int, what: str) -> int:
 
 
 def _decodes(version: str, heads: int) -> bool:
-    if version.split("+")[0] not in VERSIONS:
+    envelope = rules(version)
+    if envelope is None:
         return False
-    served = for_version(version).decode_heads
-    return served is None or heads in served
+    return envelope.decode_heads is None or heads in envelope.decode_heads
 
 
 def _counts(setup: Setup, what: str) -> int:

@@ -24,6 +24,7 @@ _UNITS = {
     "page size": "pages of {}",
     "extra page size": "extra pages of {}",
     "extra indices view": "strided extra rows",
+    "flashinfer version": "{}",
 }
 
 

@@ -6,6 +6,8 @@ A user's own ``config.json`` becomes the same type (``read_config``). Units: tok
 from __future__ import annotations
 
 import json
+import re
+import stat
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +99,8 @@ MODELS: tuple[Model, ...] = (
         draft_layers=1,
         dspark_block=5,
         sources=(
-            ("heads, index_topk, window, max_position, layers", f"{_FLASH}; {_SGLANG}"),
+            ("heads, index_topk, window, layers", f"{_FLASH}; {_SGLANG}"),
+            ("max_position", f"{_FLASH}; config.json as public ports quote it"),
             (
                 "ratios",
                 "0, 0, then 4 and 128 in turn: compress_ratios as public ports quote it",
@@ -195,11 +198,11 @@ UNKNOWN: dict[str, tuple[str, ...]] = {
 
 
 def by_name(name: str) -> Model:
-    """The model called ``name`` (a Hugging Face owner before a slash is ignored).
+    """The model called ``name``; a Hugging Face owner before it and a release date after it are ignored.
 
     Raises ``ArgumentError`` with the names there are.
     """
-    wanted = name.split("/")[-1].lower()
+    wanted = re.sub(r"-[0-9]{4}$", "", name.split("/")[-1].lower())
     for model in MODELS:
         if model.name == wanted:
             return model
@@ -211,14 +214,17 @@ def read_config(path: Path) -> Model:
     """The model of a ``config.json``, or of the folder that holds one. Raises ``ArgumentError``."""
     place = path / "config.json" if path.is_dir() else path
     try:
-        value = json.loads(place.read_text(encoding="utf-8"))
+        if stat.S_ISFIFO(place.stat().st_mode):  # it would be waited for
+            raise ArgumentError("model", str(place), "a readable config.json", "It is a pipe: write a file.")
+        value = json.loads(place.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ArgumentError("model", str(place), "a readable config.json", f"{error.strerror}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError("model", str(place), "JSON", f"Repair it: {error}.") from None
     if not isinstance(value, dict):
         raise ArgumentError("model", str(place), "a JSON object", "Pass the model's config.json.")
-    name = str(value.get("_name_or_path") or place.parent.name or "config.json")
+    given = str(value.get("_name_or_path") or place.absolute().parent.name)
+    name = "".join(c for c in given.rstrip("/").split("/")[-1] if c.isprintable()) or "config.json"
     return replace(from_config(value, name), sources=(("all", place.name),))
 
 
@@ -253,13 +259,15 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
     Raises ``ArgumentError`` naming the field that is missing or not what it must be.
     """
     text = config.get("text_config")
-    values = {**(text if isinstance(text, dict) else {}), **config}
+    top = {key: value for key, value in config.items() if value is not None}
+    values = {**(text if isinstance(text, dict) else {}), **top}
     given = str(values.get("model_type"))
     nested = str(text.get("model_type")) if isinstance(text, dict) else ""
     kind = _TYPES.get(given) or _TYPES.get(nested)
     if kind is None:
-        raise ArgumentError("model_type", repr(given), f"one of {', '.join(_TYPES)}", _NOT_SPARSE)
-    layers = _number(values, "num_hidden_layers", least=1)
+        have = repr(given) if "model_type" in values else "missing"
+        raise ArgumentError("model_type", have, f"one of {', '.join(_TYPES)}", _NOT_SPARSE)
+    layers = _number(values, "num_hidden_layers", least=1, most=_MOST_LAYERS)
     draft = _optional(values, "num_nextn_predict_layers", 0)
     return Model(
         name=name.split("/")[-1],
@@ -279,21 +287,26 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
 
 _NOT_SPARSE = "Pass a model with sparse MLA."
 _FIX = "Correct the config.json."
+_MOST, _MOST_LAYERS = (1 << 31) - 1, 1 << 12
 
 
-def _number(values: dict[str, Any], name: str, least: int) -> int:
-    found = _optional(values, name, None, least)
+def _number(values: dict[str, Any], name: str, least: int, most: int = _MOST) -> int:
+    found = _optional(values, name, None, least, most)
     if found is None:
         raise ArgumentError(name, "missing", f"an integer >= {least}", _FIX)
     return found
 
 
-def _optional(values: dict[str, Any], name: str, default: int | None, least: int = 0) -> int | None:
+def _optional(
+    values: dict[str, Any], name: str, default: int | None, least: int = 0, most: int = _MOST
+) -> int | None:
     for key in (name, *_ALIASES[name]):
         value = values.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ArgumentError(key, repr(value), f"an integer >= {least}", _FIX)
+            if value > most:
+                raise ArgumentError(key, f"{value:.3g}", f"at most {most:,}", _FIX)
             return value
     return default
 
@@ -313,7 +326,7 @@ def _ratios(values: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
         have = "missing" if not isinstance(given, list) else f"{len(given)} entries"
         raise ArgumentError(field_name, have, f"a list of at least {layers}, one per layer", _FIX)
     for number, ratio in enumerate(given[:layers]):
-        if isinstance(ratio, bool) or ratio not in allowed:
+        if type(ratio) is not int or ratio not in allowed:
             expected = f"one of {', '.join(map(str, allowed))}, as {kind} has"
             raise ArgumentError(f"{field_name}[{number}]", repr(ratio), expected, _FIX)
     return tuple(given[:layers])

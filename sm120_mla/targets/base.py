@@ -18,7 +18,16 @@ from ..graphs import Graph
 from ..kernels.spec import CompileSpec
 from ..layout import PageLayout
 
-__all__ = ["CHECKOUTS", "AbsentError", "AttentionInputs", "C128AInputs", "Support", "Target", "resolve"]
+__all__ = [
+    "CHECKOUTS",
+    "AbsentError",
+    "AttentionInputs",
+    "C128AInputs",
+    "Support",
+    "Target",
+    "is_checkout",
+    "resolve",
+]
 
 ENTRY_POINTS = "sm120_mla.targets"
 
@@ -163,6 +172,22 @@ class Target(Protocol):
         """Package that ``compile_specs`` names modules of, and a folder to find it in (None: installed)."""
 
 
+def is_checkout(name: str) -> bool:
+    """Whether the target called ``name`` is a checkout, ``KIND:PATH``, whose code is best run in a process of
+    its own. None of it is run. Raises ``ArgumentError`` for a path that is no such checkout.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "own" or kind not in CHECKOUTS:
+        return False
+    if not Path(rest).expanduser().is_dir() or not rest:
+        raise ArgumentError(
+            "target", repr(name), f"{kind}:PATH, a folder that holds a checkout", "Correct the path."
+        )
+    if kind == "own":
+        _load(CHECKOUTS[kind][0], "package_of")(rest)
+    return True
+
+
 def resolve(name: str) -> Target:
     """The target called ``name``: ``own``, ``own:PATH``, ``sglang:PATH``, ``vllm:PATH`` (a checkout),
     an entry point of ``sm120_mla.targets``, or ``module:attr``.
@@ -173,11 +198,7 @@ def resolve(name: str) -> Target:
     kind, _, rest = name.partition(":")
     if name == "own":
         return _load(f"{__package__}.own", "OwnTarget")()
-    if kind in CHECKOUTS:
-        if not Path(rest).expanduser().is_dir() or not rest:
-            raise ArgumentError(
-                "target", repr(name), f"{kind}:PATH, a folder that holds a checkout", "Correct the path."
-            )
+    if is_checkout(name):
         return _load(*CHECKOUTS[kind])(rest)
     known = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     names = ", ".join(["own", *(f"{kind}:PATH" for kind in CHECKOUTS), *known, "module:attr"])
@@ -189,7 +210,7 @@ def resolve(name: str) -> Target:
         return getattr(importlib.import_module(kind), rest)()
     except (ArgumentError, UnavailableError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnavailableError(
             f"target {name}", f"{type(error).__name__}: {error}", f"Check the name (one of {names})."
         ) from error

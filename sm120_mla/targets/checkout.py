@@ -143,7 +143,7 @@ class Checkout:
                 return importlib.import_module(name)
         except UnavailableError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnavailableError(
                 name,
                 f"loading it raised {type(error).__name__}: {error}",

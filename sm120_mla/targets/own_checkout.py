@@ -22,7 +22,7 @@ from ..kernels.spec import CompileSpec
 from . import own, own_route
 from .base import AbsentError
 
-__all__ = ["OwnCheckout"]
+__all__ = ["OwnCheckout", "package_of"]
 
 _ADAPTERS = {own.__file__, own_route.__file__}
 
@@ -35,15 +35,7 @@ class OwnCheckout(own.OwnTarget):
     """
 
     def __init__(self, path: str | Path) -> None:
-        root = Path(path).expanduser().resolve()
-        package = root / own.PACKAGE
-        if not (package / "__init__.py").is_file():
-            raise ArgumentError(
-                "target",
-                f"'own:{path}'",
-                f"a checkout of this repository, which holds {own.PACKAGE}/__init__.py",
-                "Correct the path.",
-            )
+        package = package_of(path)
         self._scratch = tempfile.TemporaryDirectory(prefix="sm120-mla-")
         alias = own.copy_product(package, Path(self._scratch.name))
         sys.path.insert(0, self._scratch.name)
@@ -59,7 +51,7 @@ class OwnCheckout(own.OwnTarget):
             if error.name and f"{full}.".startswith(f"{error.name}."):
                 raise AbsentError(name, "this commit has no such module", "Choose another commit.") from error
             raise _does_not_load(name, error) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _does_not_load(name, error) from error
 
     def compile_specs(self) -> tuple[CompileSpec, ...]:
@@ -73,13 +65,26 @@ class OwnCheckout(own.OwnTarget):
         return tuple(specs)
 
 
+def package_of(path: str | Path) -> Path:
+    """The package's folder in a checkout, of which nothing is run; raises as ``OwnCheckout`` does."""
+    package = Path(path).expanduser().resolve() / own.PACKAGE
+    if not (package / "__init__.py").is_file():
+        raise ArgumentError(
+            "target",
+            f"'own:{path}'",
+            f"a checkout of this repository, which holds {own.PACKAGE}/__init__.py",
+            "Correct the path.",
+        )
+    return package
+
+
 def _forget(package: str, folder: str) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         del sys.modules[name]
 
 
-def _does_not_load(name: str, error: Exception) -> UnavailableError:
+def _does_not_load(name: str, error: BaseException) -> UnavailableError:
     why = f"loading it raised {type(error).__name__}: {error}"
     return UnavailableError(name, why, "Choose another commit.")
 

@@ -374,6 +374,8 @@ def _cache_served(spec: CacheSpec) -> Support:
         return Support.no("its pools have pages")
     if _unbounded(spec.index, "past_end", "int_max", "wide"):
         return Support.no("it does not bound indices: these would be read outside the pool")
+    if spec.index.lengths == "beyond" and spec.index.length_dtype == "int64":
+        return Support.no("its lengths have 32 bits: these do not fit")
     return _aligned(DSV4.payload(spec.page_size) + spec.stride_gap, spec.offset)
 
 

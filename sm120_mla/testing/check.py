@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..targets.base import Target
 from . import text, verdict
 from .verdict import Invariant, Verdict
 
-__all__ = ["CASES", "Record", "Tally", "Violation", "collecting", "hold", "settle"]
+__all__ = ["CASES", "Record", "Tally", "Violation", "ask_only", "collecting", "hold", "settle", "wanted"]
 
 CASES = ".sm120/cases"
 """Where the case of a failing test is written, below the root of the run."""
@@ -76,6 +76,22 @@ class Record:
 
 
 _records: list[Record] = []
+_asked: frozenset[str] = frozenset()
+"""The invariants a run is about; empty: all of them."""
+
+
+def ask_only(ids: Iterable[str] = ()) -> None:
+    """From now on judge these invariants only, also in tests that ask more; without any, all of them.
+
+    Raises ``ArgumentError`` for an id that does not exist.
+    """
+    global _asked
+    _asked = frozenset(verdict.by_id(id).id for id in ids)
+
+
+def wanted(inv_id: str) -> bool:
+    """Whether the run is about that invariant."""
+    return not _asked or inv_id in _asked
 
 
 @contextlib.contextmanager
@@ -97,12 +113,19 @@ def hold(inv_id: str, target: Target, case: Any) -> Verdict:
     """
     __tracebackhide__ = True
     inv = verdict.by_id(inv_id)
+    if not wanted(inv.id):
+        return verdict.unknown("this run is about others")
     return settle(inv, verdict.judge(inv, target, case), target, case)
 
 
 def settle(inv: Invariant, found: Verdict, target: Target, case: Any) -> Verdict:
-    """Record a verdict reached elsewhere, and raise ``Violation`` where the invariant is violated."""
+    """Record a verdict reached elsewhere, and raise ``Violation`` where the invariant is violated.
+
+    One of an invariant that the run is not about (``ask_only``) is neither recorded nor raised.
+    """
     __tracebackhide__ = True
+    if not wanted(inv.id):
+        return found
     if _records:
         _records[-1].note(inv, found)
     if found.violated:

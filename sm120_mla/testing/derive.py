@@ -118,17 +118,21 @@ def indices_of(spec: IndexSpec, tokens: int, page_size: int) -> torch.Tensor:
 
 
 def lengths_of(spec: IndexSpec) -> torch.Tensor | None:
-    """``[T]`` or ``[T, 1]`` lengths, or None."""
+    """``[T]`` or ``[T, 1]`` lengths, or None.
+
+    Of 64 bits, some of those beyond the width would be within it if they were cut to 32.
+    """
     if spec.lengths == "none":
         return None
     gen = torch.Generator().manual_seed(spec.seed + 1)
     random = torch.randint(0, spec.width + 1, (spec.rows,), generator=gen)
+    wide = spec.length_dtype == "int64"
     values = {
         "full": torch.full((spec.rows,), spec.width),
         "zero": torch.zeros(spec.rows, dtype=torch.int64),
         "random": random,
         "negative": torch.where(random % 2 == 0, -1 - random, random),
-        "beyond": random + spec.width,
+        "beyond": random + (torch.where(random % 2 == 0, 1 << 32, spec.width) if wide else spec.width),
     }[spec.lengths]
     lengths = values.to(dtype=getattr(torch, spec.length_dtype), device=run_device())
     return lengths[:, None] if spec.length_rank == 2 else lengths

@@ -83,6 +83,8 @@ class OrderLog:
     notes: list[Note] = field(default_factory=list)
     missing: frozenset[str] = frozenset()
     """Kinds (split, meta) of operations the target does not have: steps that need one were left out."""
+    declined: str = ""
+    """Why the target does none of those it has, so that a boot without an error shows nothing."""
 
     @property
     def error(self) -> BaseException | None:
@@ -121,7 +123,10 @@ class Boot:
 
     def new_log(self) -> OrderLog:
         """A log without notes yet."""
-        return OrderLog(self.case, [], frozenset(k for k, answer in self.support.items() if answer.missing))
+        missing = frozenset(k for k, answer in self.support.items() if answer.missing)
+        declined = [answer.reason for k, answer in self.support.items() if k not in missing]
+        served = any(self.support.values())
+        return OrderLog(self.case, [], missing, "" if served or not declined else declined[0])
 
     def asked(self, kind: str, layout: PageLayout = DSV4, scope: str = "") -> Support:
         """Whether the target has the operation a step needs."""

@@ -36,11 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SUMMARY] = summary
     if not _is_worker(config):
         config.pluginmanager.register(Collector(config, summary), "sm120_mla_collector")
-        if config.getoption("dist", "no") != "no":
+        if config.getoption("dist", "no") != "no" and not config.option.collectonly:
             return  # it hands out tests and runs none: no torch is needed here
     from .. import device
-    from . import verdict
+    from . import check, verdict
 
+    try:
+        check.ask_only(config.getoption("sm120_invariant") or ())
+    except ArgumentError as error:
+        raise pytest.UsageError(str(error)) from error
     summary.mode = _settled(summary.mode, device.mode())
     for name, satisfied in _MODES.items():
         config.addinivalue_line("markers", f"{name}: runs in mode {' or '.join(satisfied)} only")
@@ -83,10 +87,13 @@ def mode() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Note each test's invariants, where a skip keeps them too; skip what another mode decides."""
+    from . import check
+
     summary = config.stash[_SUMMARY]
     ids = {id.replace("-", "_"): id for id, _, _ in summary.catalogue}
     for item in items:
         marks = dict.fromkeys(ids[mark.name] for mark in item.iter_markers() if mark.name in ids)
+        marks = {id: None for id in marks if check.wanted(id)}
         if marks:
             item.user_properties.append((report.MARKS, " ".join(marks)))
         for name, satisfied in _MODES.items():

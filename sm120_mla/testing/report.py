@@ -23,6 +23,7 @@ MARKS = "sm120_mla_marks"
 SCHEMA_VERSION = 1
 _MOST_REASONS = 5
 _LONGEST_REASON = 300
+_NAMED = 6
 
 
 @dataclass
@@ -138,11 +139,13 @@ class Summary:
             found += [(f"{row.id} {row.undecided}", n, reason) for reason, n in row.reasons.most_common()]
         unasked = [id for id, _, _ in self.catalogue if id not in self.rows]
         if unasked:
-            found.append(("no test selected", len(unasked), ", ".join(unasked)))
+            more = f" and {len(unasked) - _NAMED} more" if len(unasked) > _NAMED else ""
+            found.append(("no test selected", len(unasked), ", ".join(unasked[:_NAMED]) + more))
         for mode in ("reference", "cuda", "sm120"):
             ids = [id for id, _, where in self.catalogue if mode in where and id in self.rows]
             if ids and self._lacks(mode):
-                found.append((f"{mode} mode", len(ids), f"can be decided there too; this run: {self.mode}"))
+                why = f"invariants that can be decided there too; this run: {self.mode}"
+                found.append((f"{mode} mode", len(ids), why))
         return found
 
     def _lacks(self, mode: str) -> bool:

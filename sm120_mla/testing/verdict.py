@@ -72,6 +72,8 @@ class Verdict:
 
 HOLDS = Verdict("holds")
 
+_PACKAGE = __name__.split(".", 1)[0]
+
 
 def violated(headline: str, details: str = "", *, raised: bool = False) -> Verdict:
     """A violation, in the domain's words."""
@@ -173,9 +175,17 @@ def of_raised(raised: TargetRaised) -> Verdict:
     """What a target that raised is judged: a violation, unless it says what it lacks."""
     if isinstance(raised.error, AbsentError):
         return absent(f"{raised}")
-    if isinstance(raised.error, (UnavailableError, ImportError)):
+    if isinstance(raised.error, ImportError) or _says_unavailable(raised.error):
         return unknown(f"{raised}")
     return violated(f"{raised.doing} raised {type(raised.error).__name__}", str(raised.error), raised=True)
+
+
+def _says_unavailable(error: BaseException) -> bool:
+    """Whether it is an ``UnavailableError``; by name, as a copy of the package has classes of its own."""
+    return any(
+        cls.__name__ == UnavailableError.__name__ and cls.__module__.startswith(_PACKAGE)
+        for cls in type(error).__mro__
+    )
 
 
 def judge(inv: Invariant, target: Target, case: Any) -> Verdict:
@@ -193,5 +203,7 @@ def judge(inv: Invariant, target: Target, case: Any) -> Verdict:
         return of_raised(raised)
     except AbsentError as error:
         return absent(str(error))
-    except UnavailableError as error:
+    except Exception as error:
+        if not _says_unavailable(error):
+            raise
         return unknown(str(error))

@@ -135,6 +135,8 @@ def load_baseline(path: Path) -> dict[str, Any]:
     """An earlier run's ``--json``. Raises ``ArgumentError`` where it is none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, not {SCHEMA}")
         rows = {(row["name"], row["target"]): row for row in data["rows"]}
         versions = dict(data["versions"])
         for row in rows.values():
@@ -143,7 +145,7 @@ def load_baseline(path: Path) -> dict[str, Any]:
                 raise ValueError(f"a row without {', '.join(sorted(missing))}")
     except OSError as error:
         raise ArgumentError("baseline", path, "a file that can be read", f"{error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ArgumentError(
             "baseline", path, "the JSON of an earlier run", f"{problem}. Write it with sm120-mla aot --json."

@@ -181,7 +181,9 @@ def reproduce(result: Result) -> Iterator[str]:
     first, subject, wanted = result.candidates[-1], result.subject, result.wanted
     tree = f"tree-{first.short}"
     place = shlex.quote(subject.place)
-    yield f"mkdir {tree} && git -C {place} archive {first.sha} | tar -x -C {tree}"
+    held = [p for p in subject.files.written if subject.repository.files(first, [p])]
+    only = " ".join(shlex.quote(f":(top,glob){p}") for p in held)
+    yield f"mkdir {tree} && git -C {place} archive {first.sha} {only} | tar -x -C {tree}"
     if result.case is not None:
         case = shlex.quote(str(result.case.absolute()))
         target = shlex.quote(subject.target(tree))

@@ -18,6 +18,7 @@ from .. import __version__
 from ..errors import ArgumentError, UnavailableError
 from . import cli_history, cli_preflight, exits
 from .cli_options import BackendOption, JsonFlag, ModeOption, Profile, TargetOption
+from .worktrees import terminable
 
 __all__ = ["app", "main", "run"]
 
@@ -211,7 +212,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
         return code if isinstance(code, int) else exits.HELD
     except _USAGE_ERROR as error:
-        return _say(f"{error.format_message()} See sm120-mla --help.", exits.WRONG_USE)
+        command = getattr(getattr(error, "ctx", None), "info_name", None)
+        asked = f"sm120-mla {command}" if command and command in _names() else "sm120-mla"
+        return _say(f"{error.format_message().rstrip('.')}. See {asked} --help.", exits.WRONG_USE)
     except ArgumentError as error:
         return _say(str(error), exits.WRONG_USE)
     except UnavailableError as error:
@@ -224,6 +227,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(f"internal error\n{traceback.format_exc()}", exits.INTERNAL)
 
 
+def _names() -> set[str]:
+    commands = app.registered_commands
+    return {str(command.name or getattr(command.callback, "__name__", "")) for command in commands}
+
+
 def _say(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # where nobody listens, the code still says it
         print(f"sm120-mla: {message}", file=sys.stderr)
@@ -232,7 +240,12 @@ def _say(message: str, code: int) -> int:
 
 def main() -> NoReturn:
     """Entry point of the ``sm120-mla`` command."""
-    sys.exit(run())
+    for stream in (sys.stdout, sys.stderr):  # a screen that lacks a letter costs no verdict
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    with terminable():
+        code = run()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

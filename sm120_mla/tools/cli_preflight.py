@@ -33,6 +33,9 @@ def preflight(
     prefill_chunk: Annotated[int, typer.Option(help="Tokens of the largest prefill step.")] = 8192,
     graph_sizes: Annotated[str, typer.Option(metavar="N,N,...", help="Captured batch sizes.")] = "",
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block (default: the engine's).")] = None,
+    draft_width: Annotated[
+        int | None, typer.Option(help="Columns of DSpark draft rows (default: the engine's).")
+    ] = None,
     without: Annotated[
         list[str] | None, typer.Option(metavar="CHANGE", help="A merged change the engine lacks.")
     ] = None,
@@ -64,6 +67,7 @@ def preflight(
         prefill_chunk=prefill_chunk,
         graph_sizes=graph_sizes,
         block_size=block_size,
+        draft_width=draft_width,
         without=tuple(without or ()),
         carrying=tuple(carrying or ()),
     )

@@ -57,6 +57,8 @@ class Judge:
     fresh: bool = False
     judged: int = 0
     """Trees judged in a process: not found in the cache."""
+    forgetful: str = ""
+    """Why what is judged cannot be remembered."""
     slots: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,7 +69,10 @@ class Judge:
         if missing:
             with self.lock:
                 self.judged += 1
-            known |= self._new(commit, missing)
+            try:
+                known |= self._new(commit, missing)
+            except UnavailableError as error:  # of the repository, and not of what it holds: not remembered
+                return known | {id: Judged("unknown", str(error), ended=True) for id in missing}
             self._remember(commit, known)
         return {id: known[id] for id in ids}
 
@@ -97,20 +102,24 @@ class Judge:
         return found
 
     def _new(self, commit: Commit, ids: Sequence[str]) -> Verdicts:
-        try:
-            with self.trees.written(commit) as tree, self._slot() as environment:
-                return judge_tree.judge(
-                    self.nursery,
-                    self.subject.target(tree),
-                    ids,
-                    timeout=self.timeout,
-                    tree=tree,
-                    sys_path=self.subject.sys_path(tree),
-                    cases=self.cases,
-                    **environment,
-                )
-        except UnavailableError as error:
-            return {id: Judged("unknown", str(error), ended=True) for id in ids}
+        with self.trees.written(commit) as tree, self._slot() as environment:
+            found = judge_tree.judge(
+                self.nursery,
+                self.subject.target(tree),
+                ids,
+                timeout=self.timeout,
+                tree=tree,
+                sys_path=self.subject.sys_path(tree),
+                cases=self.cases,
+                **environment,
+            )
+            gone = next(
+                (e.path for e in self.trees.entries(commit) if not os.path.lexists(tree / e.path)), ""
+            )
+        if not gone:
+            return found
+        reason = f"its code removed {gone} from the tree while that was judged"
+        return {id: v if v.outcome == "violated" else Judged("unknown", reason) for id, v in found.items()}
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[dict[str, str]]:
@@ -141,11 +150,18 @@ class Judge:
             "timeout": self.timeout,
             "verdicts": {id: verdict.to_json() for id, verdict in verdicts.items()},
         }
-        self.cache.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.cache, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        Path(name).replace(self._file(commit))  # whole or not at all, whoever else writes it
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.cache, suffix=".part")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(document, file)
+                Path(name).replace(self._file(commit))  # whole or not at all, whoever else writes it
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self.forgetful = f"{self.cache}: {error.strerror}"
 
     def _file(self, commit: Commit) -> Path:
         assert self.cache is not None

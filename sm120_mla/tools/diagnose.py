@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..errors import ArgumentError
 from ..known_failures import CLASSES, FAILURES, KnownFailure, Strength
-from ..known_failures.match import Diagnosis, Match, Sighting, diagnose
+from ..known_failures.match import PASTE, Diagnosis, Match, Sighting, diagnose, diagnose_paste
 from . import exits
 
 __all__ = ["show_diagnosis", "show_known"]
@@ -47,7 +47,8 @@ def show_diagnosis(log: str, as_json: bool) -> int:
     there or cannot be read, and for an empty text.
     """
     with _opened(log) as (source, stream):
-        found = diagnose(stream)
+        head = stream.read(PASTE + 1)
+        found = diagnose_paste(head) if len(head) <= PASTE else diagnose(cast(BinaryIO, _After(head, stream)))
     if as_json:
         print(json.dumps(_as_data(source, found), indent=2))
     else:
@@ -77,10 +78,12 @@ def show_known(as_json: bool) -> int:
 def _opened(log: str) -> Iterator[tuple[str, BinaryIO]]:
     """A name to show and the bytes, for each kind of ``log``."""
     if log == STDIN:
+        if sys.stdin is None:
+            raise ArgumentError("log", log, "an open standard input", "Pass the text or the file.")
         yield "standard input", sys.stdin.buffer
         return
     path = Path(log)
-    if _is_file(path):
+    if _is_there(path):
         opener = gzip.open if path.suffix == ".gz" else open
         try:
             with opener(path, "rb") as stream:
@@ -95,9 +98,20 @@ def _opened(log: str) -> Iterator[tuple[str, BinaryIO]]:
     yield "the text given", io.BytesIO(log.encode())
 
 
-def _is_file(path: Path) -> bool:
+class _After:
+    """A stream of which the beginning was read."""
+
+    def __init__(self, head: bytes, stream: BinaryIO) -> None:
+        self.head, self.stream = head, stream
+
+    def read(self, size: int) -> bytes:
+        head, self.head = self.head, b""
+        return head or self.stream.read(size)
+
+
+def _is_there(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()  # pipes as well, and of a folder it is said that it cannot be read
     except (OSError, ValueError):  # a text that is too long for a name, or has a NUL
         return False
 

@@ -196,8 +196,18 @@ class Repository:
         """Files that match and differ from what is committed, or are new; () of a bare repository."""
         if self._text("rev-parse", "--is-inside-work-tree").strip() != "true":
             return []
-        text = self._text("status", "-z", "--porcelain", "--no-renames", "--", *map(_pathspec, patterns))
+        status = ("status", "-z", "--porcelain", "--no-renames", "--ignore-submodules=all")
+        text = self._text(*self._no_filters(), *status, "--", *map(_pathspec, patterns))
         return [entry[3:] for entry in text.split("\0") if entry]
+
+    def _no_filters(self) -> list[str]:
+        """Options that switch off every filter of the repository, which a look at its files would run."""
+        pattern = r"^filter\..*\.(clean|process|required)$"
+        found = self._run("config", "-z", "--name-only", "--get-regexp", pattern, check=False).stdout
+        keys = [key.decode("utf-8", "surrogateescape") for key in found.split(b"\0") if key]
+        return [
+            word for key in keys for word in ("-c", f"{key}={'false' if key.endswith('.required') else ''}")
+        ]
 
     def diff(self, first: Commit | None, last: Commit, patterns: Sequence[str]) -> str:
         """What changed in the files that match; with ``first`` None, since the parent (or nothing)."""

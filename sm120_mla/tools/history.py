@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import UnavailableError
 from . import exits, judge_child
 from .commits import Verdicts, judging
 from .git import Commit, RepositoryError
@@ -117,12 +119,16 @@ def show_history(wanted: Wanted) -> int:
         try:
             found = judge.many(commits, ids, lambda _: bar.advance(bar.task_ids[0]))
         except KeyboardInterrupt:
-            if judge.cache is not None:
+            if judge.cache is not None and not judge.forgetful:
                 console.print("what was judged so far is kept: the same command goes on from there")
             raise
         rows = [Row(commit, found[commit.sha]) for commit in commits]
-        with judge.trees.written(commits[-1]) as tree:
+        hints = []
+        with contextlib.suppress(UnavailableError), judge.trees.written(commits[-1]) as tree:
             hints = [str(hint) for hint in lazy_scan.scan_unguarded(tree)]
+    if judge.forgetful:
+        note = f"note: what was judged is not remembered ({judge.forgetful})"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if wanted.json:
         print(json.dumps(document(what, mode, ids, rows, hints), indent=2))
     else:

@@ -115,7 +115,7 @@ class _Job:
 
     def run(self, ids: list[str], until: float, **more: Any) -> tuple[list[dict[str, Any]], str]:
         """What one process said, and how it ended."""
-        with tempfile.TemporaryDirectory(prefix="sm120-mla-judge-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="sm120-mla-judge-", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
             out, log, request = folder / "out", folder / "log", folder / "request.json"
             content = {
@@ -129,14 +129,31 @@ class _Job:
             }
             request.write_text(json.dumps(content), encoding="utf-8")
             end = self.nursery.run(request, log, until, self.environment)
-            said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            self.log = self._hidden(said[-2000:])
+            self.log = self._hidden(_last(log))
             text = out.read_text(encoding="utf-8") if out.exists() else ""
             lines = [line for line in text.split("\n")[:-1] if line]  # the last one may be cut short
-            return [json.loads(self._hidden(line)) for line in lines], end
+            return [self._told(json.loads(line)) for line in lines], end
+
+    def _told(self, value: Any) -> Any:
+        """What the process said, without where the tree lay."""
+        if isinstance(value, dict):
+            return {key: self._told(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._told(item) for item in value]
+        return self._hidden(value) if isinstance(value, str) else value
 
     def _hidden(self, text: str) -> str:
         return text if self.tree is None else text.replace(str(self.tree), TREE)
+
+
+def _last(log: Path, most: int = 2000) -> str:
+    """The end of what the process printed, which may be much."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(log.stat().st_size - most, 0))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _doing(what: str) -> str:

@@ -23,13 +23,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = f"{__package__}.nursery_server"
 _PATIENCE = 120.0
 """Seconds for the server to import torch, on a busy machine."""
+_FAREWELL = 10.0
+"""Seconds for the server to end what it has."""
 TIMED_OUT = "timed out"
 
 
 class Nursery:
     """A server, started when it is first needed, and the processes it forks. Use it in a ``with`` block;
-    afterwards all are gone, with whatever they started in their process groups. ``environment``: variables
-    of all of them."""
+    afterwards all are gone, with whatever they started. ``environment``: variables of all of them."""
 
     def __init__(self, **environment: str) -> None:
         self.closed = False
@@ -68,7 +69,6 @@ class Nursery:
         finally:
             with self._lock:
                 self._groups.discard(pid)
-            _kill(pid)  # what it left behind in its group
         if code < 0:
             return f"the process was ended by {signal.Signals(-code).name}"
         return f"the process ended with exit code {code}"
@@ -82,10 +82,21 @@ class Nursery:
         for pid in groups:
             _kill(pid)
         if server is not None:
-            _kill(server.pid)
-            server.wait()
+            self._dismiss(server)
         self._hang_up()
         self._scratch.cleanup()
+
+    def _dismiss(self, server: subprocess.Popen[bytes]) -> None:
+        """End the server: by closing its input, so that it ends what was left to it, or else by force."""
+        if self._ready.is_set():  # else it imports, and has nothing to end
+            with contextlib.suppress(OSError):
+                assert server.stdin is not None
+                server.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(_FAREWELL)
+        if server.poll() is None:
+            _kill(server.pid)
+            server.wait()
 
     def _ask(
         self, request: Path, log: Path, environment: dict[str, str]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..envelopes import VERSIONS
+from ..envelopes import NOT_SERVED, VERSIONS
 from ..errors import ArgumentError
 from ..preflight import engines as engine_rows
 from ..preflight import matrix as many
@@ -21,6 +21,7 @@ from ..preflight import models
 from ..preflight.hazards import Hazard, hazards
 from ..preflight.judge import BACKENDS, Report, Request, Row, preflight
 from ..preflight.launches import Cache, Launch, Setup, Speculation
+from ..widths import positive
 from . import exits
 
 __all__ = ["Asked", "show_preflight"]
@@ -28,6 +29,7 @@ __all__ = ["Asked", "show_preflight"]
 _LONGEST = 262_144
 _NEWEST = list(VERSIONS)[-1]
 _SHOWN = 3
+_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Asked:
     prefill_chunk: int = 8192
     graph_sizes: str = ""
     block_size: int | None = None
+    draft_width: int | None = None
     without: tuple[str, ...] = ()
     carrying: tuple[str, ...] = ()
 
@@ -57,7 +60,7 @@ def show_preflight(asked: Asked, as_json: bool, matrix: bool, as_markdown: bool,
     Raises ``ArgumentError`` for what cannot be asked.
     """
     if listing:
-        return _show_names()
+        return _show_names(as_json)
     if as_markdown and not matrix:
         raise ArgumentError("--markdown", "given", "--matrix as well", "Add --matrix.")
     return _show_matrix(asked, as_json, as_markdown) if matrix else _show_one(asked, as_json)
@@ -68,7 +71,12 @@ def _show_one(asked: Asked, as_json: bool) -> int:
     tp, speculative = _one("tp", asked.tp or "1"), asked.speculative or "none"
     engine = engine_rows.by_name(asked.engine or "vllm", asked.without, asked.carrying)
     release = asked.flashinfer or _installed()
-    request = _request(asked, model, engine, tp, Speculation.parse(speculative, model), release)
+    scheme = Speculation.parse(speculative, model)
+    if asked.draft_width is not None and scheme.scheme != "dspark":
+        raise ArgumentError(
+            "draft-width", asked.draft_width, "--speculative dspark:K with it", "Leave it out."
+        )
+    request = _request(asked, model, engine, tp, scheme, release)
     report = preflight(request)
     found = hazards(request, report.rows)
     if as_json:
@@ -82,7 +90,7 @@ def _show_matrix(asked: Asked, as_json: bool, as_markdown: bool) -> int:
     model = _model(asked.model)
     names = [asked.engine] if asked.engine else [row.name for row in engine_rows.ENGINES]
     rows = [engine_rows.by_name(name, asked.without, asked.carrying) for name in names]
-    tp = tuple(_one("tp", part) for part in _parts(asked.tp)) or many.TP
+    tp = tuple(positive("tp", _one("tp", part)) for part in _parts(asked.tp)) or many.TP
     schemes = tuple(Speculation.parse(part, model) for part in _parts(asked.speculative)) or many.SPECULATION
     releases = tuple(_parts(asked.flashinfer)) or many.FLASHINFER
     first = next((size for size in tp if model.heads % size == 0), 1)
@@ -94,8 +102,10 @@ def _show_matrix(asked: Asked, as_json: bool, as_markdown: bool) -> int:
         print(many.markdown(lines, tp), end="")
     else:
         _print_matrix(lines, tp, base)
-    bad = any(cell.state == "no" for line in lines for cell in line.cells)
-    return exits.VIOLATED if bad else exits.HELD
+    states = {cell.state for line in lines for cell in line.cells}
+    if "no" in states:
+        return exits.VIOLATED
+    return exits.HELD if "yes" in states else exits.NOTHING_JUDGED
 
 
 def _request(
@@ -118,6 +128,7 @@ def _request(
         prefill_chunk=asked.prefill_chunk,
         graph_sizes=tuple(_one("graph-sizes", p) for p in _parts(asked.graph_sizes)) or None,
         block=asked.block_size,
+        draft_width=asked.draft_width,
         flashinfer=release,
     )
     return Request(setup, asked.backend, _capability(asked.capability))
@@ -143,7 +154,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _one(name: str, text: str) -> int:
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or len(text) > _DIGITS:
         raise ArgumentError(
             name, repr(text), "a number", "Several need --matrix." if "," in text else "Correct it."
         )
@@ -152,7 +163,7 @@ def _one(name: str, text: str) -> int:
 
 def _capability(text: str) -> tuple[int, int]:
     parts = text.split(".")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and len(part) < 4 for part in parts):
         raise ArgumentError("capability", repr(text), "a capability such as 12.0", "Correct it.")
     return int(parts[0]), int(parts[1])
 
@@ -163,10 +174,12 @@ def _capability(text: str) -> tuple[int, int]:
 def _print(report: Report, found: tuple[Hazard, ...]) -> None:
     request, setup = report.request, report.request.setup
     title = (
-        f"{setup.model.name}, {setup.engine.name}, TP {setup.tp}, {setup.speculation}, "
+        f"{setup.model.name}, {setup.engine.name}, TP {setup.tp}, {_speculation(setup)}, "
         f"FlashInfer {setup.flashinfer}, backend {request.backend}"
     )
-    table = Table(title=title, caption="a cache as columns x tokens a page (page size before the split)")
+    table = Table(
+        title=escape(title), caption="a cache as columns x tokens a page (page size before the split)"
+    )
     for column in ("launch", "rows", "heads", "main cache", "second cache", "route"):
         table.add_column(column, overflow="fold")
     for row in report.rows:
@@ -186,6 +199,11 @@ def _print(report: Report, found: tuple[Hazard, ...]) -> None:
     if unknown:
         text = f"not known of {setup.model.name}: {', '.join(unknown)}; nothing was assumed"
         console.print(text, highlight=False, soft_wrap=True)
+
+
+def _speculation(setup: Setup) -> str:
+    said = str(setup.speculation)
+    return "no speculation" if said == "none" else said
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -239,7 +257,7 @@ def _summary(report: Report) -> str:
 def _print_matrix(lines: Sequence[many.Line], tp: Sequence[int], base: Request) -> None:
     setup = base.setup
     about = f"batch {setup.max_batch}, {setup.max_model_len:,} tokens, prefill {setup.prefill_chunk:,}"
-    table = Table(title=f"{setup.model.name}: {about}, backend {base.backend}")
+    table = Table(title=escape(f"{setup.model.name}: {about}, backend {base.backend}"))
     for column in ("engine", "speculation", "FlashInfer", *(f"TP {size}" for size in tp)):
         table.add_column(column, overflow="fold")
     for line in lines:
@@ -254,16 +272,20 @@ def _print_matrix(lines: Sequence[many.Line], tp: Sequence[int], base: Request) 
         console.print("* served, but prefill may hang: FlashInfer issue 3700, mended in 0.6.18")
 
 
-def _show_names() -> int:
+def _show_names(as_json: bool) -> int:
+    known = {
+        "models": [model.name for model in models.MODELS],
+        "engines": [engine.name for engine in engine_rows.ENGINES],
+        "FlashInfer": [*VERSIONS, *NOT_SERVED],
+        "backends": [f"{name}: {what}" for name, what in BACKENDS.items()],
+        "--without": [f"{c.name}: {c.what}" for c in engine_rows.CHANGES if c.merged],
+        "--with": [f"{c.name}: {c.what}" for c in engine_rows.CHANGES if not c.merged],
+    }
+    if as_json:
+        print(json.dumps(known, indent=2))
+        return exits.HELD
     table = Table(title="what preflight knows", show_header=False)
-    for name, values in (
-        ("models", [model.name for model in models.MODELS]),
-        ("engines", [engine.name for engine in engine_rows.ENGINES]),
-        ("FlashInfer", list(VERSIONS)),
-        ("backends", [f"{name}: {what}" for name, what in BACKENDS.items()]),
-        ("--without", [f"{c.name}: {c.what}" for c in engine_rows.CHANGES if c.merged]),
-        ("--with", [f"{c.name}: {c.what}" for c in engine_rows.CHANGES if not c.merged]),
-    ):
+    for name, values in known.items():
         table.add_row(name, escape("\n".join(values)))
     Console().print(table)
     return exits.HELD

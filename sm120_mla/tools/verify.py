@@ -60,10 +60,12 @@ def verify(wanted: Wanted) -> int:
     target = wanted.target or settings.get("SM120_MLA_TARGET")
     hints: list[str] = []
     if target != "own":
-        from ..targets import lazy_scan, resolve
+        from ..targets import base, lazy_scan
 
-        # A name that is wrong is told before anything runs.
-        hints = [str(hint) for hint in lazy_scan.hints(resolve(target))]
+        # A name that is wrong is told before anything runs, and no code of a checkout runs in this process:
+        # to load one of this repository is to run it, and engines load nothing yet.
+        if not base.is_checkout(target) or not target.startswith("own:"):
+            hints = [str(hint) for hint in lazy_scan.hints(base.resolve(target))]
     with tempfile.TemporaryDirectory(prefix="sm120-mla-") as scratch:
         found = Path(scratch) / "found.json"
         progress = Path(scratch) / "progress"
@@ -92,6 +94,8 @@ def _marker(id: str) -> str:
 
 
 def _options(wanted: Wanted) -> Iterator[str]:
+    for id in wanted.invariants:
+        yield from ("--sm120-invariant", id)
     if wanted.examples is not None:
         yield from ("--sm120-examples", str(wanted.examples))
     if wanted.profile is not None:

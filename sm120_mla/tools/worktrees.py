@@ -73,7 +73,8 @@ class Trees:
 def terminable() -> Iterator[None]:
     """Within it, SIGTERM and SIGHUP interrupt as Ctrl-C does, so that what lies aside is cleaned up.
 
-    Does nothing outside the main thread, which alone receives signals.
+    One that is ignored, as under nohup, stays so. Does nothing outside the main thread, which alone receives
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -82,7 +83,8 @@ def terminable() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

@@ -21,7 +21,11 @@ def rest(log: OrderLog, *needs: str) -> Verdict:
     if needs and log.missing.issuperset(needs):
         return absent(f"the target has no operation of kind {' or '.join(needs)}, and the boot left it out")
     if log.error is None:
-        return HOLDS
+        return (
+            unknown(f"the target declines every operation of the boot: {log.declined}")
+            if log.declined
+            else HOLDS
+        )
     if isinstance(log.error, AbsentError):
         return absent(f"{log.error}")
     return unknown(f"the boot ended early: {log.program(len(log.notes) - 1)}: {log.error}")
