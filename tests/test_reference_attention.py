@@ -249,8 +249,9 @@ def test_a_cache_without_pages_counts_nothing() -> None:
     both, lse = attention(q, [empty, full], None, SCALE)
 
     alone, lse_alone = attention(q, [full], None, SCALE)
-    assert torch.equal(both, alone)
-    assert torch.equal(lse, lse_alone)
+    # Another shape is another matrix product: on a GPU its sums may be taken in another order.
+    assert torch.allclose(both, alone, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(lse, lse_alone, rtol=1e-12, atol=1e-12)
 
 
 def test_tokens_are_told_apart_over_both_caches() -> None:

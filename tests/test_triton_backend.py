@@ -669,7 +669,8 @@ def test_parts_are_kept_in_fp32():
     a.run(small(splits=2))
     (part,) = (t for name, t in a.buffers.tensors().items() if name.startswith("mla-partial-out/"))
     assert part.dtype == torch.float32
-    assert (part != part.bfloat16().float()).double().mean() > 0.9
+    written = part.view(3, 2, 5, DIM)[:2]  # the last row has one tile, so a part of it stays as it was
+    assert (written != written.bfloat16().float()).double().mean() > 0.9
 
 
 # ---- plans
