@@ -66,6 +66,14 @@ def test_every_commit_that_changes_a_file_concerned_has_a_line(history) -> None:
     assert marks(out) == "-.?X."
     assert "commit 1" not in out
     assert "5 commits, 5 judged now" in out
+    assert "violated by the first commit judged" not in out
+
+
+def test_what_is_violated_from_the_start_is_explained_too(history, tmp_path: Path) -> None:
+    _, out, _ = history("ubg")
+
+    first = git(tmp_path / "repo", "rev-parse", "HEAD~1")[:10]
+    assert f"violated by the first commit judged:\n  BUF-GUARD at {first}: a buffer_name is unguarded" in out
 
 
 def test_transitions_name_the_commit_and_what_hides_it(history, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from rich import box
@@ -242,7 +242,14 @@ def show(
         marks = [_marks(row, members, changed) for _, members in families]
         table.add_row(row.commit.short, row.commit.date, Text(row.commit.subject), *marks)
     console.print(table)
-    for line in (*_legend(ids, shown, families), *_changes(changes), *_reasons(rows, shown), *_hinted(hints)):
+    parts = (
+        _legend(ids, shown, families),
+        _changes(changes),
+        _from_the_start(rows, shown),
+        _reasons(rows, shown),
+        _hinted(hints),
+    )
+    for line in chain.from_iterable(parts):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -281,6 +288,17 @@ def _changes(changes: Sequence[Transition]) -> Iterator[str]:
                 if len(t.candidates) > 1:
                     names = ", ".join(c.short for c in t.candidates)
                     yield f"      by one of {names}: those before could not be judged"
+
+
+def _from_the_start(rows: Sequence[Row], ids: Sequence[str]) -> Iterator[str]:
+    """What no transition explains: violated by the first commit that says anything of it."""
+    firsts = [(id, next((row for row in rows if row.verdicts[id].outcome != "unknown"), None)) for id in ids]
+    found = [(id, row) for id, row in firsts if row and row.verdicts[id].outcome == "violated"]
+    if found:
+        yield ""
+        yield "violated by the first commit judged:"
+    for id, row in found:
+        yield f"  {id} at {row.commit.short}: {_shorter(row.verdicts[id].headline)}"
 
 
 def _reasons(rows: Sequence[Row], ids: Sequence[str]) -> Iterator[str]:
