@@ -80,9 +80,9 @@ def _views(envelope: Envelope, launch: Launch, decode: bool, public_api: bool) -
     rows, least = launch.most, min(cache.widths)
     tensor = IndexTensor("eidx", (rows, least), (cache.row_stride, 1), "int32")
     said = refusal(tensor, rows, envelope.contract)
-    if said is None and not decode and least != cache.row_stride:
-        # 0.7 takes strides in decode only: csrc/sparse_mla_sm120/attention_resolve.cu, "prefill extra
-        # indices must be dense", at 0.7.1 and 0.7.4. No candidate is left, so it says the shape has none.
+    if envelope.contract == "C/D" and not decode and least != cache.row_stride:
+        # 0.7 takes strides in decode only (contract.refusal). No candidate is left then, and that is what it
+        # says; 0.7.0 says it of the tensor.
         said = "eidx must be contiguous" if envelope.main_page else _NEWER
     value = f"{least} of {cache.row_stride} columns"
     if said is not None:
