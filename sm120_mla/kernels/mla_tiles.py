@@ -22,6 +22,7 @@ __all__ = [
     "load_queries",
     "scale_bytes",
     "tile_of_row",
+    "tiles_of_row",
     "weigh",
     "zeros",
 ]
@@ -181,6 +182,45 @@ def load_key(
     if _INTERPRETED:  # which would multiply the bit patterns of bf16
         key = key.to(tl.float32)
     return key
+
+
+@triton.jit
+def tiles_of_row(
+    row,
+    main_indices,  # of this row, as those of extra
+    main_lengths,
+    main_tokens,
+    main_width,
+    main_length_step,
+    extra_indices,
+    extra_lengths,
+    extra_tokens,
+    extra_width,
+    extra_length_step,
+    HAS_EXTRA: tl.constexpr,
+    HAS_MAIN_LENGTHS: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A row's list of tiles: (columns of main, of extra, tiles of main, tiles of both)."""
+    main_columns = counted_columns(
+        main_lengths, main_length_step, main_indices, main_tokens, main_width, row, HAS_MAIN_LENGTHS
+    )
+    main_tiles = tl.cdiv(main_columns, BLOCK_N)
+    tiles = main_tiles
+    extra_columns = main_columns
+    if HAS_EXTRA:
+        extra_columns = counted_columns(
+            extra_lengths,
+            extra_length_step,
+            extra_indices,
+            extra_tokens,
+            extra_width,
+            row,
+            HAS_EXTRA_LENGTHS,
+        )
+        tiles += tl.cdiv(extra_columns, BLOCK_N)
+    return main_columns, extra_columns, main_tiles, tiles
 
 
 @triton.jit

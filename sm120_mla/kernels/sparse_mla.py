@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from ..layout import DSV4, PageLayout
 from .mla_tiles import (
     SCAN_FROM,
-    counted_columns,
     finish,
     load_key,
     load_queries,
     scale_bytes,
     tile_of_row,
+    tiles_of_row,
     weigh,
     zeros,
 )
@@ -176,24 +176,25 @@ def sparse_mla_kernel(
     head = head.to(tl.int64)
 
     main_indices += row * main_row
-    main_columns = counted_columns(
-        main_lengths, main_length_step, main_indices, main_tokens, main_width, row, HAS_MAIN_LENGTHS
-    )
-    main_tiles = tl.cdiv(main_columns, BLOCK_N)
-    tiles = main_tiles
-    extra_columns = main_columns
     if HAS_EXTRA:
         extra_indices += row * extra_row
-        extra_columns = counted_columns(
-            extra_lengths,
-            extra_length_step,
-            extra_indices,
-            extra_tokens,
-            extra_width,
-            row,
-            HAS_EXTRA_LENGTHS,
-        )
-        tiles += tl.cdiv(extra_columns, BLOCK_N)
+    main_columns, extra_columns, main_tiles, tiles = tiles_of_row(
+        row,
+        main_indices,
+        main_lengths,
+        main_tokens,
+        main_width,
+        main_length_step,
+        extra_indices,
+        extra_lengths,
+        extra_tokens,
+        extra_width,
+        extra_length_step,
+        HAS_EXTRA,
+        HAS_MAIN_LENGTHS,
+        HAS_EXTRA_LENGTHS,
+        BLOCK_N,
+    )
     begin = (split.to(tl.int64) * tiles // splits).to(tl.int32)
     end = ((split.to(tl.int64) + 1) * tiles // splits).to(tl.int32)
     if PARTIAL:  # noqa: SIM102 - a compile-time condition, then one at run time

@@ -12,12 +12,12 @@ attention would. The tiles of a row are those of the one-launch kernel, in the s
 from __future__ import annotations
 
 from .mla_tiles import (
-    counted_columns,
     finish,
     load_key,
     load_queries,
     scale_bytes,
     tile_of_row,
+    tiles_of_row,
     weigh,
     zeros,
 )
@@ -136,24 +136,25 @@ def stage_kernel(
     row = program // (BLOCK_N // LANES) // most_tiles
 
     main_indices += row * main_row
-    main_columns = counted_columns(
-        main_lengths, main_length_step, main_indices, main_tokens, main_width, row, HAS_MAIN_LENGTHS
-    )
-    main_tiles = tl.cdiv(main_columns, BLOCK_N)
-    tiles = main_tiles
-    extra_columns = main_columns
     if HAS_EXTRA:
         extra_indices += row * extra_row
-        extra_columns = counted_columns(
-            extra_lengths,
-            extra_length_step,
-            extra_indices,
-            extra_tokens,
-            extra_width,
-            row,
-            HAS_EXTRA_LENGTHS,
-        )
-        tiles += tl.cdiv(extra_columns, BLOCK_N)
+    main_columns, extra_columns, main_tiles, tiles = tiles_of_row(
+        row,
+        main_indices,
+        main_lengths,
+        main_tokens,
+        main_width,
+        main_length_step,
+        extra_indices,
+        extra_lengths,
+        extra_tokens,
+        extra_width,
+        extra_length_step,
+        HAS_EXTRA,
+        HAS_MAIN_LENGTHS,
+        HAS_EXTRA_LENGTHS,
+        BLOCK_N,
+    )
     if tile >= tiles:
         return
 
@@ -245,27 +246,26 @@ def staged_mla_kernel(
     in_heads = head < heads
     head = head.to(tl.int64)
 
-    main_columns = counted_columns(
+    main_indices += row * main_row
+    if HAS_EXTRA:
+        extra_indices += row * extra_row
+    _, _, _, tiles = tiles_of_row(
+        row,
+        main_indices,
         main_lengths,
-        main_length_step,
-        main_indices + row * main_row,
         main_tokens,
         main_width,
-        row,
+        main_length_step,
+        extra_indices,
+        extra_lengths,
+        extra_tokens,
+        extra_width,
+        extra_length_step,
+        HAS_EXTRA,
         HAS_MAIN_LENGTHS,
+        HAS_EXTRA_LENGTHS,
+        BLOCK_N,
     )
-    tiles = tl.cdiv(main_columns, BLOCK_N)
-    if HAS_EXTRA:
-        extra_columns = counted_columns(
-            extra_lengths,
-            extra_length_step,
-            extra_indices + row * extra_row,
-            extra_tokens,
-            extra_width,
-            row,
-            HAS_EXTRA_LENGTHS,
-        )
-        tiles += tl.cdiv(extra_columns, BLOCK_N)
     begin = (split.to(tl.int64) * tiles // splits).to(tl.int32)
     end = ((split.to(tl.int64) + 1) * tiles // splits).to(tl.int32)
     if PARTIAL:  # noqa: SIM102 - a compile-time condition, then one at run time

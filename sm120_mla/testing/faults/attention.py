@@ -122,7 +122,6 @@ ATTENTION_FAULTS = (
         ("attn-two-lengths",),
         "        main_lengths, main_length_step, main_indices",
         "        extra_lengths, extra_length_step, main_indices",
-        file=_KERNEL,
     ),
     _fault(
         "first-length-for-all",
@@ -147,7 +146,6 @@ ATTENTION_FAULTS = (
         ("attn-two-lengths",),
         "tiles += tl.cdiv(extra_columns, BLOCK_N)",
         "tiles += tl.cdiv(extra_columns, BLOCK_N) * 0",
-        file=_KERNEL,
     ),
     _fault(
         "empty-row-lse-0",
